@@ -1,0 +1,62 @@
+# Two commands for a fresh machine with python3 and make: `make demo` and `make test`.
+#
+#   PYTHON    the interpreter for .venv (3.11 or newer)
+#   PIP_ARGS  more arguments for every `pip install`. On Linux x86 the torch on PyPI is the CUDA build
+#             (several GB); a merge needs no GPU, so take the CPU build:
+#                 make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   TORCH     the torch that is installed first, so that pip does not choose the newest CUDA build by
+#             itself. Local wheels that pip's configuration points at (`find-links`) are taken too.
+PYTHON   ?= python3
+PIP_ARGS ?=
+TORCH    ?= torch==2.13.0
+JOBS     ?= 2
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FAST  := not slow and not real and not memory and not crash
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint crash bench bench-smoke docs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "error: '$(PYTHON)' is not on the PATH; merge-stream needs Python 3.11 or newer (make PYTHON=/path/to/python3.12)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit("error: merge-stream needs Python 3.11 or newer, %s is %d.%d (choose another: make PYTHON=/path/to/python3.12)" % (sys.executable, v[0], v[1]) if v < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "error: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev,docs]'
+	@touch $@
+
+demo: $(STAMP)  ## a real FSDP2 checkpoint on 2 CPU ranks -> one model, verified
+	$(BIN)/python -m tests.makers.demo
+
+test: $(STAMP)  ## the whole test suite
+	$(BIN)/python -m pytest -n $(JOBS)
+
+check: lint  ## format, lint, types, import directions, fast tests (under 3 minutes)
+	$(BIN)/python -m pytest -n $(JOBS) -m "$(FAST)"
+
+lint: $(STAMP)  ## the part of `check` that runs no code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+crash: $(STAMP)  ## 100 random kill -9 + resume runs, outputs compared byte for byte
+	$(BIN)/python -m tests.crash.kill_resume --runs 100
+
+bench: $(STAMP)  ## merge-stream against the floor, the in-memory way and torch's consolidation
+	$(BIN)/python -m bench.compare
+
+bench-smoke: $(STAMP)  ## the same on a small checkpoint: does every contender still run?
+	$(BIN)/python -m bench.compare --smoke
+
+docs: $(STAMP)  ## the documentation, into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:  ## what the tools left behind (not .venv)
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
