@@ -1,0 +1,59 @@
+"""What an architecture is: the protocol, and the model folder it is told about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingABC
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from merge_stream.options import LayoutName
+from merge_stream.tensors.dtype import DType
+from merge_stream.tensors.parameter import Mapping
+from merge_stream.tensors.ref import Catalog
+
+__all__ = ["Architecture", "BaseTensor", "ModelInfo"]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTensor:
+    """A tensor of the base model's own files: dtype and shape, from a safetensors header."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known about the model beside its weights.
+
+    config        parsed config.json, or None (weights alone)
+    config_path   where it was read, for messages
+    base_tensors  names of the base model on disk with dtype and shape; empty when unknown
+    """
+
+    config: MappingABC[str, Any] | None
+    config_path: str = ""
+    base_tensors: MappingABC[str, BaseTensor] | None = None
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` of the config, or ""."""
+        return str((self.config or {}).get("model_type") or "")
+
+
+class Architecture(Protocol):
+    """Names of one family: from the trainer's state dict to the original repository.
+
+    `claims` says whether this file knows how to name this catalog; `parameters` makes the
+    mapping or raises (UnsupportedError, CheckpointError) with the unmapped names.
+    """
+
+    name: str
+
+    def claims(self, catalog: Catalog, model: ModelInfo) -> bool:
+        """True when this architecture is responsible."""
+        ...
+
+    def parameters(self, catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Mapping:
+        """Every parameter of the output; uses every tensor of the catalog exactly once or names what it drops."""
+        ...

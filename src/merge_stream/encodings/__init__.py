@@ -1,0 +1,1 @@
+"""Output encodings: in which element type a parameter is written, one file each."""

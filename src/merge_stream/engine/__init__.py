@@ -1,0 +1,1 @@
+"""Moving the bytes of a plan within the memory bound; knows nothing of formats."""

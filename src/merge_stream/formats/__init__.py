@@ -1,0 +1,1 @@
+"""Trainer formats: one file for each on-disk convention."""

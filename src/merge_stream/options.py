@@ -1,0 +1,50 @@
+"""The options of a run, with their defaults; the one place that knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DtypeName", "LayoutName", "MergeOptions", "OpenOptions"]
+
+DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
+LayoutName = Literal["upstream", "as-is"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """How to read a checkpoint; all are overrides of what detection finds.
+
+    format          name of the format to use, or None to detect it
+    mesh_dim_names  names for the dims of the device mesh, outermost first (only labels)
+    root            key of the sub-tree of a nested state dict that is the model, or None
+    tp_first        tensor parallelism split first where torch 2.3 did not record the order
+    """
+
+    format: str | None = None
+    mesh_dim_names: tuple[str, ...] = ()
+    root: str | None = None
+    tp_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """What to write and how; bytes are plain numbers here.
+
+    base_model      folder with config.json, tokenizer and (where present) safetensors headers
+    max_shard_size  largest output file in bytes of tensor data (a larger tensor stands alone)
+    max_mem         bound of the whole process in bytes
+    workers         threads, or None for the number of cores
+    """
+
+    dtype: DtypeName = "keep"
+    layout: LayoutName = "upstream"
+    max_shard_size: int = 5_000_000_000
+    base_model: str | None = None
+    write_config: bool = True
+    check_replicas: bool = False
+    verify: bool = False
+    overwrite: bool = False
+    restart: bool = False
+    max_mem: int = 8_000_000_000
+    workers: int | None = None

@@ -1,0 +1,1 @@
+"""The Hugging Face folder around the weights: config, side files, index, commit."""

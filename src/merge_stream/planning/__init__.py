@@ -1,0 +1,1 @@
+"""Where each output byte comes from and goes to, decided before any data is read."""

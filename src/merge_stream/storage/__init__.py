@@ -1,0 +1,1 @@
+"""Reading and writing at an offset, on any storage."""

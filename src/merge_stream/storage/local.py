@@ -1,0 +1,287 @@
+"""Local files: listing input folders, positioned reads and writes, a bounded set of open files."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import resource
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from merge_stream.errors import CorruptCheckpointError, TruncatedFileError, UnknownFormatError
+from merge_stream.storage.base import FileEntry
+
+__all__ = ["LocalSink", "LocalSource", "LocalTree", "natural_key"]
+
+_DEPTH = 5
+_MOST_FILES = 2_000_000
+_SKIP_FOLDERS = {".git", "__pycache__", "wandb", ".cache"}
+
+
+def natural_key(text: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key with numbers in numeric order: "layers.2" before "layers.10"."""
+    return tuple((0, int(p)) if p.isdecimal() else (1, p) for p in re.split(r"(\d+)", text) if p)
+
+
+class LocalTree:
+    """The regular files below one or several folders, overlaid, listed once.
+
+    Several folders are node-local parts of one checkpoint: a file that stands in two of
+    them must be the same in both, byte for byte. Symbolic links to regular files are
+    followed (a Hub cache is made of them); links to folders are not, except the given
+    folders themselves.
+    """
+
+    def __init__(self, label: str, files: Mapping[str, FileEntry], doubles: Mapping[str, tuple[str, ...]]) -> None:
+        self.label = label
+        self.files = files
+        self._doubles = doubles
+        self._compared: set[str] = set()
+
+    @classmethod
+    def of(cls, folders: Sequence[str | os.PathLike[str]]) -> LocalTree:
+        """List `folders`; UnknownFormatError when one is missing, PermissionError text when unreadable."""
+        files: dict[str, FileEntry] = {}
+        doubles: dict[str, list[str]] = {}
+        for folder in map(os.fspath, folders):
+            if not os.path.isdir(folder):
+                kind = "a file, not a folder" if os.path.exists(folder) else "not there"
+                msg = f"the input folder {folder} is {kind}"
+                raise UnknownFormatError(msg, hint="pass the folder that holds the checkpoint's files")
+            for name, entry in _listed(folder):
+                if name in files:
+                    doubles.setdefault(name, []).append(entry.path)
+                    if entry.nbytes != files[name].nbytes:
+                        _refuse_double(name, files[name].path, entry.path)
+                else:
+                    files[name] = entry
+        ordered = {k: files[k] for k in sorted(files, key=natural_key)}
+        return cls(os.fspath(folders[0]), ordered, {k: tuple(v) for k, v in doubles.items()})
+
+    def subtree(self, folder: str) -> LocalTree:
+        """The same files seen from `folder`."""
+        if not folder:
+            return self
+        prefix = folder.rstrip("/") + "/"
+        cut = len(prefix)
+        return LocalTree(
+            os.path.join(self.label, folder),
+            {k[cut:]: v for k, v in self.files.items() if k.startswith(prefix)},
+            {k[cut:]: v for k, v in self._doubles.items() if k.startswith(prefix)},
+        )
+
+    def folders(self) -> Iterable[str]:
+        """Names of the folders directly below."""
+        return sorted({name.split("/", 1)[0] for name in self.files if "/" in name}, key=natural_key)
+
+    def entry(self, name: str) -> FileEntry:
+        """The file, after a check that its copies in other input folders are equal."""
+        entry = self.files[name]
+        if name in self._doubles and name not in self._compared:
+            for other in self._doubles[name]:
+                if not _equal_files(entry.path, other):
+                    _refuse_double(name, entry.path, other)
+            self._compared.add(name)
+        return entry
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Exact bytes of a file."""
+        entry = self.entry(name)
+        wanted = entry.nbytes - offset if nbytes is None else nbytes
+        if wanted < 0 or offset + wanted > entry.nbytes:
+            msg = f"{entry.path} has {entry.nbytes} bytes, but {max(wanted, 0)} at offset {offset} are needed"
+            raise TruncatedFileError(msg, hint="the file is cut or was not copied whole: copy it again")
+        with _readable(entry.path) as fd:
+            data = os.pread(fd, wanted, offset)
+            while len(data) < wanted:
+                more = os.pread(fd, wanted - len(data), offset + len(data))
+                if not more:
+                    msg = f"{entry.path} ended at byte {offset + len(data)}, wanted up to {offset + wanted}"
+                    raise TruncatedFileError(msg, hint="the file shrank while it was read")
+                data += more
+        return data
+
+
+def _listed(root: str) -> Iterator[tuple[str, FileEntry]]:
+    count = 0
+    stack = [("", root, 0)]
+    while stack:
+        prefix, folder, depth = stack.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except PermissionError:
+            if depth == 0:
+                raise
+            continue
+        for item in entries:
+            count += 1
+            if count > _MOST_FILES:
+                msg = f"{root} holds more than {_MOST_FILES} files"
+                raise UnknownFormatError(msg, hint="pass the checkpoint's own folder, not one far above it")
+            if item.is_dir(follow_symlinks=False):
+                if depth < _DEPTH and item.name not in _SKIP_FOLDERS:
+                    stack.append((f"{prefix}{item.name}/", item.path, depth + 1))
+                continue
+            with contextlib.suppress(OSError):
+                info = item.stat()
+                if stat.S_ISREG(info.st_mode):
+                    path = os.path.abspath(item.path)
+                    yield prefix + item.name, FileEntry(path, info.st_size, info.st_mtime_ns)
+
+
+def _refuse_double(name: str, first: str, second: str) -> None:
+    msg = f"{name} stands in two input folders with different content: {first} and {second}"
+    raise CorruptCheckpointError(msg, hint="the folders are not parts of one checkpoint; remove the stale one")
+
+
+def _equal_files(a: str, b: str) -> bool:
+    with _readable(a) as x, _readable(b) as y:
+        offset = 0
+        while True:
+            p, q = os.pread(x, 1 << 20, offset), os.pread(y, 1 << 20, offset)
+            if p != q:
+                return False
+            if not p:
+                return True
+            offset += len(p)
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class _Files:
+    """Open file descriptors by key: at most `most` idle ones are kept, those in use are never closed."""
+
+    def __init__(self, flags: int, most: int) -> None:
+        self._flags = flags
+        self._most = most
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, list[int]] = OrderedDict()  # path -> [fd, users]
+
+    @contextlib.contextmanager
+    def using(self, path: str) -> Iterator[int]:
+        with self._lock:
+            slot = self._open.get(path)
+            if slot is None:
+                slot = self._open[path] = [os.open(path, self._flags | os.O_CLOEXEC), 0]
+            slot[1] += 1
+            self._open.move_to_end(path)
+        try:
+            yield slot[0]
+        finally:
+            with self._lock:
+                slot[1] -= 1
+                if len(self._open) > self._most:
+                    for key in [k for k, s in self._open.items() if s[1] == 0][: len(self._open) - self._most]:
+                        os.close(self._open.pop(key)[0])
+
+    def close(self) -> None:
+        with self._lock:
+            for fd, _ in self._open.values():
+                os.close(fd)
+            self._open.clear()
+
+
+def _open_file_limit() -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return max(16, (4096 if soft == resource.RLIM_INFINITY else soft) // 2)
+
+
+class LocalSource:
+    """Positioned reads with a bounded cache of open files."""
+
+    def __init__(self) -> None:
+        self._files = _Files(os.O_RDONLY, _open_file_limit())
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer`; TruncatedFileError names path, offset, wanted and got."""
+        wanted = len(buffer)
+        with self._files.using(path) as fd:
+            done = os.preadv(fd, [buffer], offset)
+            while done < wanted:
+                more = os.preadv(fd, [buffer[done:]], offset + done)
+                if more == 0:
+                    msg = f"{path} ends at byte {offset + done}, wanted {wanted} bytes at offset {offset}"
+                    raise TruncatedFileError(msg, hint="the file is cut, or shrank during the run")
+                done += more
+
+    def will_need(self, path: str, offset: int, nbytes: int) -> None:
+        """Start reading the range into the page cache."""
+        with self._files.using(path) as fd:
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class LocalSink:
+    """Positioned writes below one folder; creates files with the modes the umask asks for."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._files = _Files(os.O_RDWR, _open_file_limit())
+
+    def path(self, name: str) -> str:
+        """Absolute path of an output file."""
+        return os.path.join(self.folder, name)
+
+    def allocate(self, name: str, nbytes: int) -> None:
+        """Create the file at its full size and reserve the blocks where the file system can."""
+        fd = os.open(self.path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if os.fstat(fd).st_size != nbytes:
+                os.ftruncate(fd, nbytes)
+                # not os.posix_fallocate: glibc's stand-in writes zeros where the call is missing
+                result = _LIBC.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) if nbytes else 0
+                code = ctypes.get_errno() if result else 0
+                if code == errno.ENOSPC:
+                    raise OSError(code, os.strerror(code), self.path(name))
+        finally:
+            os.close(fd)
+
+    def write_at(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Write all of `buffer`."""
+        with self._files.using(self.path(name)) as fd:
+            done = os.pwrite(fd, buffer, offset)
+            while done < len(buffer):
+                done += os.pwrite(fd, buffer[done:], offset + done)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from the output file."""
+        with self._files.using(self.path(name)) as fd:
+            done = 0
+            while done < len(buffer):
+                more = os.preadv(fd, [buffer[done:]], offset + done)
+                if more == 0:
+                    msg = f"{self.path(name)} ends at byte {offset + done}, wanted {len(buffer)} bytes at {offset}"
+                    raise TruncatedFileError(msg)
+                done += more
+
+    def sync(self, name: str) -> None:
+        """fdatasync of one file."""
+        with self._files.using(self.path(name)) as fd:
+            os.fdatasync(fd)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()

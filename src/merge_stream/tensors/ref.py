@@ -1,0 +1,142 @@
+"""Lazy tensors: what a checkpoint holds, known from metadata alone.
+
+A `TensorRef` is a global tensor and a `ShardTable` of the boxes that hold its bytes. The
+rows of the table are numbers in numpy arrays, not objects: a checkpoint of 405B
+parameters on 512 ranks has 580 000 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from merge_stream.tensors.box import Box
+from merge_stream.tensors.dtype import DType
+
+__all__ = ["Catalog", "ShardTable", "SourceFile", "TensorRef"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that bulk bytes are read from.
+
+    `path` is absolute, `name` relative to the input folder (for messages), `nbytes` and
+    `mtime_ns` are those seen at planning and compared again when the run ends.
+    """
+
+    path: str
+    name: str
+    nbytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardTable:
+    """Where a tensor's bytes lie: row k says box k is stored row-major from one file offset.
+
+    start, stop: int64 [n, ndim], half-open, in the tensor's own coordinates
+    file:        int32 [n], index into `Catalog.files`
+    offset:      int64 [n], byte offset in that file of the box's first element
+    Empty boxes are never stored.
+    """
+
+    start: np.ndarray
+    stop: np.ndarray
+    file: np.ndarray
+    offset: np.ndarray
+
+    @staticmethod
+    def of(rows: Sequence[tuple[Box, int, int]], ndim: int) -> ShardTable:
+        """Table of (box, file index, byte offset) rows; empty boxes are dropped."""
+        rows = [row for row in rows if row[0].size]
+        n = len(rows)
+        return ShardTable(
+            np.array([r[0].start for r in rows], dtype=np.int64).reshape(n, ndim),
+            np.array([r[0].stop for r in rows], dtype=np.int64).reshape(n, ndim),
+            np.array([r[1] for r in rows], dtype=np.int32),
+            np.array([r[2] for r in rows], dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def row(self, k: int) -> tuple[Box, int, int]:
+        """(box, file index, byte offset) of row k."""
+        return (
+            Box(tuple(self.start[k].tolist()), tuple(self.stop[k].tolist())),
+            int(self.file[k]),
+            int(self.offset[k]),
+        )
+
+    def same_bytes(self, other: ShardTable) -> bool:
+        """True when both tables read the very same file ranges for the same boxes."""
+        return len(self) == len(other) and all(
+            np.array_equal(a, b)
+            for a, b in (
+                (self.start, other.start),
+                (self.stop, other.stop),
+                (self.file, other.file),
+                (self.offset, other.offset),
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A whole source tensor without its data.
+
+    `shards` tile it exactly once (the planner checks); `replicas` are further stored
+    copies of parts of it, dropped by placement and read only by `--check-replicas`.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    shards: ShardTable
+    replicas: ShardTable | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return Box.whole(self.shape).size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Catalog:
+    """What a checkpoint holds.
+
+    format     name of the format that opened it
+    root       the folder the checkpoint was found in
+    tensors    trainer's FQN (wrapper prefixes removed) -> TensorRef
+    files      source files; `ShardTable.file` indexes them
+    facts      what `inspect` tells: trainer, torch version, world size, mesh ...
+    ignored    framework noise left out, counted by kind ("optimizer state": 42)
+    notes      remarks for the user, one sentence each
+    naming     "hf" when names are transformers state-dict names, else the trainer's scheme
+               ("torchtitan")
+    config_dirs folders beside the checkpoint that may hold config.json and tokenizer
+    metadata_nbytes  bytes of metadata that were parsed (feeds the memory projection)
+    """
+
+    format: str
+    root: str
+    tensors: Mapping[str, TensorRef]
+    files: tuple[SourceFile, ...]
+    facts: Mapping[str, str | int] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    naming: str = "hf"
+    config_dirs: tuple[str, ...] = ()
+    metadata_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors.values())

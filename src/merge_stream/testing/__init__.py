@@ -1,0 +1,1 @@
+"""Kit for tests of formats, encodings and storages; shipped for third parties."""

@@ -1,0 +1,1 @@
+"""Proving that a model is what it should be, streamed."""
