@@ -89,9 +89,7 @@ def make(out: pathlib.Path, recipe: Recipe | None = None, *, seconds: float = 12
         raise FileExistsError(f"{made.ckpt} exists already")
     made.ckpt.mkdir(parents=True)
     made.expected.mkdir()
-    run_ranks(
-        "tests.makers.fsdp2", [str(out.resolve()), *recipe.arguments()], world_size=recipe.world, seconds=seconds
-    )
+    run_ranks("tests.makers.fsdp2", [str(out.resolve()), *recipe.arguments()], world_size=recipe.world, seconds=seconds)
     return made
 
 
@@ -201,9 +199,7 @@ def _train(model: Llama, shape: LlamaShape, recipe: Recipe, rank: int) -> torch.
     return optimizer
 
 
-def _save_ranks(
-    ckpt: pathlib.Path, model: Llama, optimizer: torch.optim.Optimizer, recipe: Recipe, rank: int
-) -> None:
+def _save_ranks(ckpt: pathlib.Path, model: Llama, optimizer: torch.optim.Optimizer, recipe: Recipe, rank: int) -> None:
     """The files of verl's FSDPCheckpointManager (names and content as of verl 0.9)."""
     import numpy as np
     import torch

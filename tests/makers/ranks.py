@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
+import datetime as dt
 import faulthandler
 import os
 import pathlib
@@ -99,7 +99,7 @@ def rank_job() -> Iterator[tuple[int, int]]:
         init_method=f"file://{os.environ[RankEnvironment.STORE]}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=seconds),
+        timeout=dt.timedelta(seconds=seconds),
     )
     try:
         yield rank, world_size
