@@ -55,7 +55,7 @@ bench-smoke: $(STAMP)  ## the same on a small checkpoint: does every contender s
 	$(BIN)/python -m bench.compare --smoke
 
 docs: $(STAMP)  ## the documentation, into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## what the tools left behind (not .venv)
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
