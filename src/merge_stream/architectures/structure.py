@@ -1,0 +1,177 @@
+"""Do names and shapes fit the config: what can be said about a model before its first byte is read.
+
+Nothing here demands a key that a config lacks: a check whose number is not there is left
+out. Configs of vision models keep the text model's numbers in a nest (`text_config`,
+`llm_config`, `thinker_config`); those are asked first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.families import EMBEDDINGS, HEADS, ODD_VOCABULARY, RECOMPUTED, UNIFORM
+from merge_stream.errors import CheckpointError, IncompleteShardsError
+
+__all__ = ["TEXT_NESTS", "check_structure", "layer_of", "text_configs", "text_value"]
+
+Ints = tuple[int, ...]
+
+TEXT_NESTS = ("text_config", "llm_config", "language_config", "thinker_config")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model", "n_embed")
+_LAYER = re.compile(
+    r"(?P<stem>(?:model\.|transformer\.|gpt_neox\.|backbone\.|model\.decoder\.|model\.language_model\."
+    r"|language_model\.model\.|biogpt\.)?(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)"
+)
+_ALL_SHARDS = "pass the folder that holds all shards (all ranks, all pipeline stages)"
+_NO_CONFIG = "correct config.json, or write the weights alone with `--no-config`"
+
+
+def text_configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The parts of a config that describe the text model: nests first, the innermost first, then the top."""
+    for key in TEXT_NESTS:
+        nest = config.get(key)
+        if isinstance(nest, Mapping):
+            yield from text_configs(nest)
+    yield config
+
+
+def text_value(config: Mapping[str, Any] | None, *keys: str) -> int | None:
+    """The first of `keys` that stands in the config as a number, or None."""
+    for part in text_configs(config or {}):
+        for key in keys:
+            value = part.get(key)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None
+
+
+def layer_of(name: str) -> tuple[str, int, str] | None:
+    """(stem, number, rest) of a name inside a text layer: ("model.layers.", 3, "mlp.up_proj.weight"), or None."""
+    match = _LAYER.fullmatch(name)
+    return (match["stem"], int(match["number"]), match["rest"]) if match else None
+
+
+def check_structure(shapes: Mapping[str, Ints], model: ModelInfo) -> tuple[str, ...]:
+    """Refuse what is incomplete or contradicts the config; return remarks for the user.
+
+    IncompleteShardsError: a layer, a part of a layer or the output head is not there.
+    CheckpointError: the config and the shapes cannot both be right.
+    """
+    _check_layers(shapes, model)
+    _check_embedding(shapes, model)
+    _check_output_head(shapes, model)
+    return tuple(_notes_on_labels(shapes, model))
+
+
+def _where(model: ModelInfo) -> str:
+    return model.config_path or "config.json"
+
+
+def _check_layers(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
+    config = model.config or {}
+    if config.get("is_encoder_decoder") or "decoder_layers" in config:
+        return  # num_hidden_layers counts the encoder there
+    layers: dict[str, dict[int, set[str]]] = {}
+    for name in shapes:
+        parts = layer_of(name)
+        if parts is not None:
+            stem, number, rest = parts
+            layers.setdefault(stem, {}).setdefault(number, set()).add(rest)
+    if not layers:
+        return
+    stem = max(layers, key=lambda k: len(layers[k]))
+    there = layers[stem]
+    wanted = text_value(config, *_LAYERS)
+    count = max(there) + 1 if wanted is None else wanted
+    missing = [n for n in range(count) if n not in there]
+    if missing:
+        says = f"{_where(model)} says {wanted} layers" if wanted is not None else f"the highest layer is {max(there)}"
+        msg = f"{_listed([stem + str(n) for n in missing])} missing: {says}, the checkpoint holds {len(there)}"
+        raise IncompleteShardsError(msg, hint=_ALL_SHARDS + (f"; or {_NO_CONFIG}" if wanted is not None else ""))
+    spare = text_value(config, "num_nextn_predict_layers", "num_mtp_layers") or 0
+    if wanted is not None and max(there) >= wanted + spare:
+        msg = f"{_where(model)} says {wanted} layers, but the checkpoint holds {stem}{max(there)} ({len(there)} layers)"
+        raise CheckpointError(msg, hint=f"the config belongs to another model: {_NO_CONFIG}")
+    if model.model_type in UNIFORM:
+        _check_uniform(stem, there)
+
+
+def _check_uniform(stem: str, there: Mapping[int, set[str]]) -> None:
+    counts = Counter(rest for names in there.values() for rest in names if not RECOMPUTED.fullmatch(rest))
+    lost = [
+        f"{stem}{number}.{rest}"
+        for rest, count in sorted(counts.items())
+        if count * 2 > len(there)
+        for number in sorted(there)
+        if rest not in there[number]
+    ]
+    if lost:
+        msg = f"{_listed(lost)} missing, though the other layers have it ({len(there)} layers)"
+        raise IncompleteShardsError(msg, hint=_ALL_SHARDS)
+
+
+def _check_embedding(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
+    if model.model_type in ODD_VOCABULARY:
+        return
+    vocab, hidden = text_value(model.config, "vocab_size"), _hidden(model)
+    for name, shape in shapes.items():
+        is_embedding = name in EMBEDDINGS
+        if len(shape) != 2 or not (is_embedding or name in {"lm_head.weight", "language_model.lm_head.weight"}):
+            continue
+        rows, columns = shape
+        if vocab is not None and rows != vocab:
+            more = (
+                f"; {rows - vocab} rows more look like padding to a multiple of {_power_of_two(rows)}"
+                if rows > vocab and _power_of_two(rows) >= 8
+                else ""
+            )
+            msg = f"{name} has {rows} rows, but {_where(model)} says vocab_size {vocab}{more}"
+            raise CheckpointError(
+                msg, hint=f"set vocab_size to {rows} if the vocabulary was resized in training; otherwise {_NO_CONFIG}"
+            )
+        if is_embedding and hidden is not None and columns != hidden:
+            msg = f"{name} has {columns} columns, but {_where(model)} says hidden size {hidden}"
+            raise CheckpointError(msg, hint=f"the config belongs to another model: {_NO_CONFIG}")
+
+
+def _hidden(model: ModelInfo) -> int | None:
+    return text_value(model.config, *_HIDDEN)
+
+
+def _power_of_two(number: int) -> int:
+    return min(number & -number, 1024)
+
+
+def _check_output_head(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
+    config = model.config or {}
+    flags = [part["tie_word_embeddings"] for part in text_configs(config) if "tie_word_embeddings" in part]
+    causal = any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in config.get("architectures") or ())
+    if not causal or not flags or any(flag is not False for flag in flags):
+        return
+    if "model.embed_tokens.weight" in shapes and all(name.startswith("model.") for name in shapes):
+        msg = f"lm_head.weight is missing: {_where(model)} says {config['architectures'][0]}, not tied to the embedding"
+        raise IncompleteShardsError(msg, hint=f"{_ALL_SHARDS}; or set tie_word_embeddings to true if they are tied")
+
+
+def _notes_on_labels(shapes: Mapping[str, Ints], model: ModelInfo) -> Iterator[str]:
+    config = model.config or {}
+    labels = config.get("num_labels")
+    if labels is None and isinstance(config.get("id2label"), Mapping):
+        labels = len(config["id2label"])
+    for name, shape in shapes.items():
+        head = HEADS.fullmatch(name)
+        is_labels = head is not None and head[1] in {"score", "classifier"} and name.endswith(".weight")
+        if is_labels and len(shape) == 2 and isinstance(labels, int) and labels != shape[0]:
+            yield f"{name} has {shape[0]} rows, but {_where(model)} says {labels} labels"
+
+
+def _listed(names: list[str]) -> str:
+    first = ", ".join(names[:5])
+    return (
+        f"{first} and {len(names) - 5} more are" if len(names) > 5 else first + (" is" if len(names) == 1 else " are")
+    )

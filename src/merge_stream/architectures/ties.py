@@ -1,0 +1,50 @@
+"""Tied embeddings: which two parameters may be one, and what the config says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.families import HEADS, TIE_NAMES, TIED_BY_DEFAULT
+from merge_stream.architectures.structure import text_configs
+from merge_stream.errors import IncompleteShardsError
+from merge_stream.tensors.parameter import Tie
+
+__all__ = ["find_ties", "tied_by_config"]
+
+
+def tied_by_config(model: ModelInfo) -> bool:
+    """Whether head and embedding are one by the config, or by the family's default where it does not say.
+
+    4.57 reads the flag of the text nest, 5.x the one at the top: where both stand and
+    differ they are not tied, so that both tensors are written and every loader finds its own.
+    """
+    config = model.config or {}
+    flags = [
+        part["tie_word_embeddings"] for part in text_configs(config) if part.get("tie_word_embeddings") is not None
+    ]
+    if flags:
+        return all(flag is True for flag in flags)
+    types = {str(part.get("model_type") or "") for part in text_configs(config)}
+    return bool(types & TIED_BY_DEFAULT)
+
+
+def find_ties(names: Collection[str], model: ModelInfo) -> tuple[Tie, ...]:
+    """The tied pairs of which both ends are there.
+
+    IncompleteShardsError when the config ties them and only the head is there: the
+    embedding, which is the one that is kept, is lost.
+    """
+    tied = tied_by_config(model)
+    pairs = [(head, twin) for head, twin in TIE_NAMES if head in names and twin in names]
+    if not pairs and tied and "lm_head.weight" in names and not _has_embedding(names):
+        msg = (
+            f"model.embed_tokens.weight is missing: {model.config_path or 'config.json'} ties lm_head.weight to it, "
+            "and only lm_head.weight is in the checkpoint"
+        )
+        raise IncompleteShardsError(msg, hint="pass the folder that holds all shards (all pipeline stages, all ranks)")
+    return tuple(Tie(head, twin, tied) for head, twin in pairs)
+
+
+def _has_embedding(names: Collection[str]) -> bool:
+    return any("embed" in name or name.endswith("wte.weight") for name in names if not HEADS.fullmatch(name))
