@@ -1,0 +1,152 @@
+"""config.json of the output: the source's bytes, with as few keys changed as the weights demand.
+
+Untouched when nothing has to change. What may change: the dtype keys (the spelling the
+source uses, in every nest), `tie_word_embeddings` when the tie is broken, `architectures`
+when it is empty, `quantization_config` when plain weights are written. Key order, indent
+and the final newline stay. Never re-serialised through transformers: configs written by
+5.24 lose their rope settings in 4.57.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from merge_stream.architectures.families import AUDIO_AND_VISION
+from merge_stream.architectures.structure import TEXT_NESTS
+from merge_stream.output.class_names import class_for
+from merge_stream.tensors.dtype import DType
+
+__all__ = ["OutputTensor", "PatchedConfig", "dominant_dtype", "holds_quantized", "patch_config"]
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_NOT_A_MODEL = re.compile(r"quantization_config|compression_config|generation_config|rope_.*|.*_token_config")
+_PACKED = re.compile(
+    r".*(\.qweight|\.qzeros|\.weight_packed|_blocks|\.weight_scale|\.weight_scale_inv|\.absmax|\.quant_map|\.SCB)"
+)
+_INDENT = re.compile(r"\{\r?\n([ \t]+)\"")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor of the output: name, dtype as written, number of elements."""
+
+    name: str
+    dtype: DType
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PatchedConfig:
+    """The bytes of config.json and remarks about what was changed and why."""
+
+    data: bytes
+    notes: tuple[str, ...] = ()
+
+
+def dominant_dtype(tensors: Iterable[OutputTensor]) -> DType | None:
+    """The floating type of most elements, or None when there is no floating tensor."""
+    sizes: Counter[DType] = Counter()
+    for tensor in tensors:
+        if tensor.dtype.kind == "float":
+            sizes[tensor.dtype] += tensor.size
+    return max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize, dtype.name)) if sizes else None
+
+
+def holds_quantized(tensors: Iterable[OutputTensor]) -> bool:
+    """True when a tensor is quantized: an 8-bit float, or a name that only packed weights have."""
+    return any(tensor.dtype.kind == "quantized" or _PACKED.fullmatch(tensor.name) for tensor in tensors)
+
+
+def patch_config(original: bytes, tensors: Sequence[OutputTensor], *, untied: bool) -> PatchedConfig:
+    """config.json for these tensors.
+
+    `original` is a JSON object (checked where it was read). `untied` says that head and
+    embedding differ although the config, or the family's default, ties them.
+    """
+    text = original.decode("utf-8-sig")
+    config: dict[str, Any] = json.loads(text)
+    notes: list[str] = []
+    _set_dtypes(config, tensors, notes)
+    if untied:
+        _break_tie(config, notes)
+    _set_architectures(config, tensors, notes)
+    if not holds_quantized(tensors):
+        _drop_quantization(config, notes)
+    if config == json.loads(text):
+        return PatchedConfig(original, tuple(notes))
+    return PatchedConfig(_written_like(text, config), tuple(notes))
+
+
+def _nests(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The config and the configs of its sub-models, with their path ("text_config.")."""
+    yield path, config
+    for key, value in config.items():
+        if isinstance(value, dict) and key.endswith("_config") and not _NOT_A_MODEL.fullmatch(key):
+            yield from _nests(value, f"{path}{key}.")
+
+
+def _set_dtypes(config: dict[str, Any], tensors: Sequence[OutputTensor], notes: list[str]) -> None:
+    overall = dominant_dtype(tensors)
+    if overall is None:
+        return
+    tower = dominant_dtype(t for t in tensors if _is_tower(t.name)) or overall
+    for path, nest in _nests(config):
+        wanted = tower if re.search(r"vision|audio|visual", path) else overall
+        for key in _DTYPE_KEYS:
+            if key not in nest or str(nest[key]).removeprefix("torch.") == wanted.torch_name:
+                continue
+            if nest[key] is None or isinstance(nest[key], str):
+                was = "null" if nest[key] is None else nest[key]
+                nest[key] = wanted.torch_name
+                notes.append(f"config.json: {path}{key} was {was}, the weights are {wanted.torch_name}")
+
+
+def _is_tower(name: str) -> bool:
+    found = AUDIO_AND_VISION.search(name)
+    return found is not None and found[2] != "language_model"
+
+
+def _break_tie(config: dict[str, Any], notes: list[str]) -> None:
+    where = [(path, nest) for path, nest in _nests(config) if "tie_word_embeddings" in nest]
+    if not where:  # tied by the family's default: say it where 5.x (top) and 4.57 (text nest) look
+        where = [("", config)] + [(f"{k}.", config[k]) for k in TEXT_NESTS if isinstance(config.get(k), dict)]
+    for path, nest in where:
+        if nest.get("tie_word_embeddings") is not False:
+            nest["tie_word_embeddings"] = False
+            notes.append(f"config.json: {path}tie_word_embeddings set to false, since lm_head and the embedding differ")
+
+
+def _set_architectures(config: dict[str, Any], tensors: Sequence[OutputTensor], notes: list[str]) -> None:
+    if config.get("architectures"):
+        return
+    model_type = str(config.get("model_type") or "")
+    name = class_for(model_type, [tensor.name for tensor in tensors])
+    if name is None:
+        notes.append(f"config.json: architectures is empty and not known for model_type {model_type!r}; left as it is")
+        return
+    config["architectures"] = [name]
+    notes.append(f"config.json: architectures was empty, set to {name} by the model_type and the weights")
+
+
+def _drop_quantization(config: dict[str, Any], notes: list[str]) -> None:
+    for path, nest in list(_nests(config)):
+        for key in _QUANTIZATION_KEYS:
+            if key in nest:
+                settings = nest.pop(key)
+                method = settings.get("quant_method") if isinstance(settings, dict) else None
+                notes.append(
+                    f"config.json: {path}{key} ({method or 'no method'}) left out, since the weights are plain"
+                )
+
+
+def _written_like(text: str, config: dict[str, Any]) -> bytes:
+    indent = _INDENT.search(text)
+    newline = "\n" if text.endswith("\n") else ""
+    step = indent[1] if indent else (None if "\n" not in text.strip() else "  ")
+    return (json.dumps(config, indent=step, ensure_ascii=False) + newline).encode()

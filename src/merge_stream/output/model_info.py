@@ -1,0 +1,161 @@
+"""What stands beside the weights: config, the base model's tensors, and where each side file comes from.
+
+Priority, file by file: the checkpoint's own folder (verl's `huggingface/`), then
+`--base-model`. So a vocabulary or rope setting that training changed is kept, and
+anything taken from the base model is told.
+
+    config.json        checkpoint's folder, else base model
+    side files         checkpoint's folder, what it lacks from the base model
+    names and shapes   safetensors headers of the base model (never its data)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from merge_stream.architectures.base import BaseTensor, ModelInfo
+from merge_stream.containers.json_file import read_json
+from merge_stream.containers.safetensors_file import read_header
+from merge_stream.errors import CheckpointError, CorruptCheckpointError
+from merge_stream.output.index import INDEX_NAME
+from merge_stream.output.side_files import SidePlan, list_folder, plan_side_files
+from merge_stream.storage.base import FileEntry
+from merge_stream.storage.local import LocalTree
+
+__all__ = ["ModelFolder", "find_model_info"]
+
+_CONFIG = "config.json"
+_CONFIG_LIMIT = 50_000_000
+_INDEX_LIMIT = 500_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """What is known beside the weights.
+
+    info          config (parsed) and base tensors, for the architectures
+    config_bytes  config.json as it stands in its folder, or None when none is written
+    side_files    what is copied
+    notes         remarks for the user
+    """
+
+    info: ModelInfo
+    config_bytes: bytes | None = None
+    side_files: SidePlan = field(default_factory=SidePlan)
+    notes: tuple[str, ...] = ()
+
+
+def find_model_info(config_dirs: Sequence[str], base_model: str | None, *, write_config: bool) -> ModelFolder:
+    """Read what is needed to name the tensors and to complete the folder; no tensor data.
+
+    `write_config=False` (`--no-config`) means weights alone: the checkpoint's config is not
+    even read, so that a wrong one can be got round; a given base model still tells names.
+
+    CheckpointError when there is no config.json or the base model's folder is none;
+    CorruptCheckpointError when a config, an index or a header is broken.
+    """
+    folders = [str(Path(folder).absolute()) for folder in config_dirs if Path(folder).is_dir()]
+    listings = {folder: list_folder(folder) for folder in folders} if write_config else {}
+    base_folder, base_listing = _base(base_model)
+    notes: list[str] = []
+    with_config = [folder for folder, listing in listings.items() if _CONFIG in listing]
+    config_folder = with_config[0] if with_config else None
+    if config_folder is None and _CONFIG in base_listing:
+        config_folder = base_folder
+        if write_config and listings:
+            notes.append(f"config.json is taken from the base model {base_folder}")
+    if config_folder is None and write_config:
+        _refuse_without_config(config_dirs, base_folder)
+
+    config: dict[str, Any] | None = None
+    config_path, config_bytes = "", None
+    if config_folder is not None:
+        listing = listings.get(config_folder, base_listing)
+        tree = _tree(config_folder, listing)
+        config = read_json(tree, _CONFIG, _CONFIG_LIMIT)
+        config_path = f"{config_folder}/{_CONFIG}"
+        config_bytes = tree.read(_CONFIG) if write_config else None
+    base_tensors = _base_tensors(base_folder, base_listing, notes) if base_folder else None
+    side_files = SidePlan()
+    if write_config:
+        same = base_folder in folders
+        side_files = plan_side_files(list(listings.values()), base_listing if base_folder and not same else None)
+    info = ModelInfo(config, config_path, base_tensors)
+    return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes))
+
+
+def _base(base_model: str | None) -> tuple[str, Mapping[str, FileEntry]]:
+    if base_model is None:
+        return "", {}
+    if not Path(base_model).is_dir():
+        kind = "a file, not a folder" if Path(base_model).exists() else "not there"
+        msg = f"the base model folder {base_model} is {kind}"
+        looks_like_id = (
+            kind == "not there" and base_model.count("/") == 1 and not base_model.startswith((".", "/", "~"))
+        )
+        hint = "pass a folder with config.json, tokenizer and, where present, the safetensors files"
+        if looks_like_id:
+            hint = f"names of the Hub are not looked up: `hf download {base_model}` prints the folder to pass"
+        raise CheckpointError(msg, hint=hint)
+    folder = str(Path(base_model).absolute())
+    listing = list_folder(folder)
+    if _CONFIG not in listing:
+        msg = f"the base model folder {folder} has no config.json (it holds {len(listing)} files)"
+        raise CheckpointError(
+            msg, hint="pass the folder of the model itself; in a Hub cache that is snapshots/REVISION"
+        )
+    return folder, listing
+
+
+def _refuse_without_config(config_dirs: Sequence[str], base_folder: str) -> None:
+    looked = ", ".join(dict.fromkeys([*config_dirs, *([base_folder] if base_folder else [])]))
+    msg = "the checkpoint has no config.json" + (f" (looked in {looked})" if looked else "")
+    raise CheckpointError(
+        msg,
+        hint="pass `--base-model DIR` with the config.json and tokenizer of the model that was trained, "
+        "or `--no-config` to write the weights alone",
+    )
+
+
+def _tree(folder: str, listing: Mapping[str, FileEntry]) -> LocalTree:
+    return LocalTree(folder, listing, {})
+
+
+def _base_tensors(folder: str, listing: Mapping[str, FileEntry], notes: list[str]) -> dict[str, BaseTensor] | None:
+    """Names, dtypes and shapes of the base model's files; None when it has no safetensors files."""
+    tree = _tree(folder, listing)
+    if INDEX_NAME in listing:
+        weight_map = read_json(tree, INDEX_NAME, _INDEX_LIMIT).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            msg = f"{folder}/{INDEX_NAME} has no weight_map of names to files"
+            raise CorruptCheckpointError(msg, hint="the file is damaged: copy it again")
+        files = sorted(set(weight_map.values()))
+        absent = [file for file in files if file not in listing]
+        if absent:
+            notes.append(
+                f"the base model's index names {len(absent)} files that are not in {folder} (for example {absent[0]}): "
+                "its names are not used"
+            )
+            return None
+    else:
+        files = [
+            name
+            for name in listing
+            if name.endswith(".safetensors") and "/" not in name and not name.startswith(("adapter", "consolidated"))
+        ]
+        if "model.safetensors" in files:
+            files = ["model.safetensors"]
+        weight_map = None
+    found = {
+        name: BaseTensor(tensor.dtype, tensor.shape)
+        for file in files
+        for name, tensor in read_header(tree, file).tensors.items()
+    }
+    if weight_map is not None and set(weight_map) - set(found):
+        lost = sorted(set(weight_map) - set(found))
+        msg = f"{folder}/{INDEX_NAME} names {lost[0]} in {weight_map[lost[0]]}, which does not hold it"
+        raise CorruptCheckpointError(msg, hint="the index and the files of the base model belong to different models")
+    return found or None
