@@ -8,7 +8,7 @@ folders are not.
 
 The checkpoint's folder comes first, the base model gives what it lacks, with two
 exceptions: tokenizer files belong together, so the base gives them only when the checkpoint
-has no tokenizer at all; and the README of the base model describes another model.
+has no vocabulary of its own; and the README of the base model describes another model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WEIGHTS = re.compile(
 _TRAINER = re.compile(
     r"config\.json|\..*|optimizer.*|scheduler.*|rng_state.*|random_states.*|extra_state.*|trainer_state\.json"
     r"|training_args.*|train_state.*|fsdp_config\.json|lora_train_meta\.json|adapter_.*|latest|latest_.*"
-    r"|zero_to_fp32\.py|.*\.log|events\.out\.tfevents.*|.*\.lock|.*\.tmp|.*\.partial|.*~|metadata\.json|data\.json"
+    r"|zero_to_fp32\.py|.*\.log|events\.out\.tfevents.*|.*\.lock|.*\.tmp|.*\.partial|.*~|metadata\.json"
     r"|common\.pt|dataloader.*"
 )
 _QUANTIZATION = frozenset(
@@ -52,6 +52,9 @@ _TOKENIZER = re.compile(
     r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.tiktoken|tekken\.json"
     r"|spiece\.model|sentencepiece.*|source\.spm|target\.spm|chat_template\..*|additional_chat_templates/.*"
     r"|normalizer\.json"
+)
+_VOCABULARY = re.compile(
+    r"tokenizer\.(json|model)|vocab\..*|.*\.tiktoken|tekken\.json|spiece\.model|source\.spm|sentencepiece.*"
 )
 
 
@@ -101,7 +104,7 @@ def plan_side_files(checkpoint: Sequence[Mapping[str, FileEntry]], base: Mapping
     for listing in checkpoint:
         _choose(listing, "checkpoint", chosen, quantization, notes)
     if base is not None:
-        has_tokenizer = any(_TOKENIZER.fullmatch(name) for name in chosen)
+        has_tokenizer = any(_VOCABULARY.fullmatch(name) for name in chosen)
         offered = {
             name: entry
             for name, entry in base.items()
