@@ -25,7 +25,7 @@ from merge_stream.output.side_files import SidePlan, list_folder, plan_side_file
 from merge_stream.storage.base import FileEntry
 from merge_stream.storage.local import LocalTree
 
-__all__ = ["ModelFolder", "find_model_folder"]
+__all__ = ["ModelFolder", "find_model_info"]
 
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 50_000_000
@@ -48,7 +48,7 @@ class ModelFolder:
     notes: tuple[str, ...] = ()
 
 
-def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, write_config: bool) -> ModelFolder:
+def find_model_info(config_dirs: Sequence[str], base_model: str | None, *, write_config: bool) -> ModelFolder:
     """Read what is needed to name the tensors and to complete the folder; no tensor data.
 
     `write_config=False` (`--no-config`) means weights alone: the checkpoint's config is not
@@ -81,8 +81,9 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
     base_tensors = _base_tensors(base_folder, base_listing, notes) if base_folder else None
     side_files = SidePlan()
     if write_config:
-        same = base_folder in folders
-        side_files = plan_side_files(list(listings.values()), base_listing if base_folder and not same else None)
+        own = [listings[folder] for folder in (with_config[:1] or folders)]
+        same = base_folder in (with_config[:1] or folders)
+        side_files = plan_side_files(own, base_listing if base_folder and not same else None)
     info = ModelInfo(config, config_path, base_tensors)
     return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes))
 
