@@ -43,6 +43,7 @@ class MergeOptions:
     base_model: str | None = None
     write_config: bool = True
     check_replicas: bool = False
+    strict: bool = False
     verify: bool = False
     overwrite: bool = False
     restart: bool = False

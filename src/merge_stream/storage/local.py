@@ -20,7 +20,7 @@ __all__ = ["LocalSink", "LocalSource", "LocalTree", "natural_key"]
 
 _DEPTH = 5
 _MOST_FILES = 2_000_000
-_SKIP_FOLDERS = {".git", "__pycache__", "wandb", ".cache"}
+_SKIP_FOLDERS = {".git", "__pycache__", "wandb", ".cache", ".merge-stream"}
 
 
 def natural_key(text: str) -> tuple[tuple[int, int | str], ...]:
@@ -75,6 +75,11 @@ class LocalTree:
             {k[cut:]: v for k, v in self._doubles.items() if k.startswith(prefix)},
         )
 
+    def only(self, name: str) -> LocalTree:
+        """The tree of that one file and the JSON files beside it."""
+        kept = {k: v for k, v in self.files.items() if k == name or ("/" not in k and k.endswith(".json"))}
+        return LocalTree(self.label, kept, {k: v for k, v in self._doubles.items() if k in kept})
+
     def folders(self) -> Iterable[str]:
         """Names of the folders directly below."""
         return sorted({name.split("/", 1)[0] for name in self.files if "/" in name}, key=natural_key)
@@ -124,7 +129,8 @@ def _listed(root: str) -> Iterator[tuple[str, FileEntry]]:
                 msg = f"{root} holds more than {_MOST_FILES} files"
                 raise UnknownFormatError(msg, hint="pass the checkpoint's own folder, not one far above it")
             if item.is_dir(follow_symlinks=False):
-                if depth < _DEPTH and item.name not in _SKIP_FOLDERS:
+                ours = item.name.endswith(".partial") or item.name in _SKIP_FOLDERS
+                if depth < _DEPTH and not ours:
                     stack.append((f"{prefix}{item.name}/", item.path, depth + 1))
                 continue
             with contextlib.suppress(OSError):

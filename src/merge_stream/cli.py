@@ -1,0 +1,269 @@
+"""The command line; the only module that prints results or exits.
+
+    merge-stream [merge] CKPT OUT      inspect CKPT      plan CKPT [OUT]      verify OUT --against REF
+
+Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 3
+mismatch, 4 memory or disk does not suffice, 5 input incomplete or corrupt, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from merge_stream import cli_options as opt
+from merge_stream.errors import InterruptedRunError, MergeStreamError, UsageError
+
+if TYPE_CHECKING:
+    from merge_stream.console import Console
+    from merge_stream.engine.executor import StopFlag
+
+__all__ = ["app", "run"]
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda token: token.replace("_", "-")}
+
+
+class _Commands(click.Group):
+    """A first word that is no command means `merge`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {"-h", "--help", "--version", *self.commands}
+        if args and args[0] not in known:
+            args = ["merge", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings=_SETTINGS, epilog="`merge-stream CKPT OUT` is short for `merge-stream merge CKPT OUT`.")
+@click.version_option(package_name="merge-stream")
+def app() -> None:
+    """Turn the sharded checkpoint of a distributed trainer into one Hugging Face model."""
+
+
+@app.command(short_help="Merge a checkpoint into a Hugging Face folder.")
+@click.argument("paths", nargs=-1, metavar="CKPT OUT")
+@opt.opening
+@opt.planning
+@opt.verl
+@click.option("--verify", is_flag=True, help="Read the whole output and the source again and compare all values.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT by the new model once that is whole.")
+@click.option("--restart", is_flag=True, help="Begin anew instead of continuing an interrupted run.")
+@opt.output
+def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click's options, typed in cli_options
+    """Merge the checkpoint CKPT into the new Hugging Face folder OUT.
+
+    CKPT is the folder the trainer wrote (or its parent). A run that was interrupted
+    continues when the same command is given again.
+    """
+    verl, remarks = opt.verl_options(given)
+    sources, out = opt.sources_and_out(paths, given, verl)
+    options = opt.merge_options(given, default_dtype="bf16" if verl.used else "keep")
+    with _run(given, options.max_mem) as (console, stop):
+        for text in remarks:
+            console.line(text)
+        from merge_stream.api import merge as do_merge
+
+        report = do_merge(sources, out, options, opening=opt.open_options(given), observer=console, stop=stop)
+    if given["as_json"]:
+        _print_json(report.as_json())
+    elif not given["quiet"]:
+        _print_lines([*(f"note: {n}" for n in report.notes), *report.lines()])
+
+
+@app.command(short_help="Tell what a checkpoint is and holds.")
+@click.argument("paths", nargs=-1, required=True, metavar="CKPT")
+@opt.opening
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@opt.output
+def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
+    """Tell format, trainer, mesh, ranks, tensors and types of CKPT, from metadata alone."""
+    with _run(given, 0):
+        from merge_stream.inspection import describe
+        from merge_stream.opening import open_checkpoint
+
+        catalog = open_checkpoint([*paths, *given["inputs"]], opt.open_options(given))
+        description = describe(catalog, every_tensor=given["tensors"] or given["as_json"])
+    if given["as_json"]:
+        _print_json(description.as_json())
+    else:
+        _print_lines(description.lines())
+
+
+@app.command(short_help="Dry run: what would be written, read and needed.")
+@click.argument("paths", nargs=-1, metavar="CKPT [OUT]")
+@opt.opening
+@opt.planning
+@click.option("--verify", is_flag=True, help="Plan for a merge with --verify.")
+@click.option("--overwrite", is_flag=True, help="Plan for a merge with --overwrite.")
+@opt.output
+def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
+    """Do everything a merge does before its first byte; fails where the merge would fail."""
+    sources = [*given["inputs"], *paths[:1]] if paths else list(given["inputs"])
+    if not sources or len(paths) > 2:  # noqa: PLR2004 - CKPT OUT
+        msg = f"plan takes CKPT and, if it is to be checked too, OUT; got {len(paths)} paths"
+        raise UsageError(msg)
+    options = opt.merge_options({**given, "restart": False}, default_dtype="keep")
+    with _run(given, options.max_mem) as (console, stop):
+        from merge_stream.inspection import forecast
+
+        out = paths[1] if len(paths) == 2 else None  # noqa: PLR2004
+        result = forecast(sources, out, options, opening=opt.open_options(given), observer=console, stop=stop)
+    if given["as_json"]:
+        _print_json(result.as_json())
+    else:
+        _print_lines(result.lines())
+
+
+@app.command(short_help="Compare a model with a reference model or a checkpoint.")
+@click.argument("out", metavar="OUT")
+@click.option("--against", multiple=True, required=True, metavar="REF_OR_CKPT", help="Reference folder or checkpoint; several for node-local parts.")
+@click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance; without tolerances bits must be equal.")
+@click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
+@opt.opening
+@opt.memory
+@click.option("--base-model", metavar="DIR", help="Folder with config.json for a checkpoint that has none.")
+@opt.output
+def verify(out: str, against: tuple[str, ...], atol: float, rtol: float, **given: Any) -> None:  # noqa: ANN401
+    """Compare names, shapes, types and values of the model OUT; exit 3 when they differ."""
+    _verify(out, [*against, *given["inputs"]], atol, rtol, given)
+
+
+@app.command(short_help="verl's spelling of verify.")
+@opt.opening
+@opt.memory
+@opt.verl
+@click.option("--base-model", metavar="DIR", help="Folder with config.json for a checkpoint that has none.")
+@opt.output
+def test(**given: Any) -> None:  # noqa: ANN401
+    """Compare the checkpoint --local-dir with the model --test-hf-dir (verl's spelling of verify)."""
+    verl, remarks = opt.verl_options(given)
+    if verl.local_dir is None or verl.test_hf_dir is None:
+        msg = "test needs --local_dir CKPT and --test_hf_dir REF"
+        raise UsageError(msg)
+    _verify(verl.test_hf_dir, [verl.local_dir], 0.0, 0.0, given, remarks)
+
+
+def _verify(  # noqa: PLR0913, PLR0917 - one call's facts
+    out: str, against: list[str], atol: float, rtol: float, given: dict[str, Any], remarks: Sequence[str] = ()
+) -> None:
+    max_mem = opt.memory_bound(given)
+    with _run(given, max_mem) as (console, stop):
+        from merge_stream.api import verify as do_verify
+        from merge_stream.engine.compare import Tolerance
+
+        for text in remarks:
+            console.line(text)
+        verdict = do_verify(
+            out,
+            against,
+            max_mem=max_mem,
+            workers=given["workers"],
+            tolerance=Tolerance(atol, rtol),
+            opening=opt.open_options(given),
+            base_model=given["base_model"],
+            observer=console,
+            stop=stop,
+        )
+    if given["as_json"]:
+        _print_json(verdict.as_json())
+    elif not given["quiet"] or not verdict.ok:
+        _print_lines(verdict.lines())
+    if not verdict.ok:
+        raise SystemExit(3)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command line; returns the exit code. The last place where an exception can arrive."""
+    as_json = "--json" in argv
+    try:
+        app.main(args=list(argv), prog_name="merge-stream", standalone_mode=False)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.UsageError as error:
+        _complain(error.format_message(), _usage_hint(error, argv), 2, as_json)
+        return 2
+    except click.Abort:
+        return 130
+    except MergeStreamError as error:
+        _complain(error.message, error.hint, error.exit_code, as_json)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        _complain("interrupted; nothing was written", "", 130, as_json)
+        return 130
+    except SystemExit as error:
+        return int(error.code or 0)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _complain(f"{where}{error.strerror or error}", _os_hint(error), 1, as_json)
+        return 1
+    except MemoryError:
+        _complain("the system gave no more memory", "lower --max-mem, or raise the limit of the process (ulimit -v)", 4, as_json)
+        return 4
+    return 0
+
+
+def _usage_hint(error: click.UsageError, argv: Sequence[str]) -> str:
+    ctx = error.ctx
+    command = ctx.command_path if ctx is not None else "merge-stream"
+    return f"see `{command} --help`" if argv else "see `merge-stream --help`"
+
+
+def _os_hint(error: OSError) -> str:
+    import errno
+
+    hints = {
+        errno.EACCES: "check the permissions of that file for this user",
+        errno.EPERM: "check the permissions of that file for this user",
+        errno.ENOSPC: "free some space; the same command continues where it stopped",
+        errno.EDQUOT: "the quota is used up; the same command continues where it stopped",
+        errno.EROFS: "choose an OUT on a disk that can be written",
+        errno.EIO: "the disk or its connection failed; the same command continues where it stopped",
+    }
+    return hints.get(error.errno or 0, "")
+
+
+def _complain(message: str, hint: str, code: int, as_json: bool) -> None:
+    sys.stderr.write(f"error: {message}\n" + (f"hint: {hint}\n" if hint else ""))
+    if as_json:
+        _print_json({"ok": False, "error": message, "hint": hint, "exit_code": code})
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, indent=1))
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    click.echo("\n".join(lines))
+
+
+@contextmanager
+def _run(given: dict[str, Any], allowed: int) -> Iterator[tuple[Console, StopFlag]]:
+    """Progress and signal handlers around one command's work."""
+    from merge_stream.console import Console
+    from merge_stream.engine.executor import StopFlag
+
+    stop = StopFlag()
+
+    def on_signal(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        stop.set(signal.Signals(number).name)
+        if not stop.working:
+            msg = f"stopped by {signal.Signals(number).name}"
+            raise InterruptedRunError(msg, hint="what was written before is kept; the same command continues it")
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with Console(quiet=given["quiet"], allowed=allowed) as console:
+            yield console, stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,146 @@
+"""Options shared by the commands, and how they become the option records of the package."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import click
+
+from merge_stream.errors import UsageError
+from merge_stream.options import MergeOptions, OpenOptions
+from merge_stream.units import format_bytes, parse_bytes, parse_memory
+from merge_stream.verl_spelling import VerlOptions, explain_and_check
+
+__all__ = [
+    "memory",
+    "memory_bound",
+    "merge_options",
+    "open_options",
+    "opening",
+    "output",
+    "planning",
+    "sources_and_out",
+    "verl",
+    "verl_options",
+]
+
+F = TypeVar("F", bound=Callable[..., object])
+_DEFAULT_SHARE = 0.5
+_COMMANDS = ("merge", "inspect", "plan", "verify", "test")
+
+
+def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+opening = _all(
+    click.option("--input", "inputs", multiple=True, metavar="DIR", help="Further folder of the same checkpoint (node-local disks); repeatable."),
+    click.option("--format", "format_name", metavar="NAME", help="Format of the checkpoint; detected by default."),
+    click.option("--root", metavar="KEY", help="Key of the sub-tree of a nested state dict that is the model."),
+    click.option("--mesh-dim-names", metavar="A,B", help="Names of the device mesh's dims, outermost first; labels only."),
+    click.option("--tp-first", is_flag=True, help="Tensor parallelism split first (FSDP2+TP saved by torch 2.3, which did not record it)."),
+)
+
+memory = _all(
+    click.option("--max-mem", metavar="SIZE", help="Bound of the whole process: 32G, 512M, 8GiB, 80%. Default: half of the memory there is."),
+    click.option("--workers", type=click.IntRange(1, 64), metavar="N", help="Threads; default: the number of cores."),
+)
+
+planning = _all(
+    click.option("--base-model", metavar="DIR", help="Folder with config.json and tokenizer (and names) of the original model."),
+    click.option("--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), help="Type of floating tensors. Default: keep."),
+    click.option("--layout", type=click.Choice(["upstream", "as-is"]), default="upstream", show_default=True, help="Names of the original repository, or the trainer's own."),
+    click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest output file."),
+    click.option("--no-config", is_flag=True, help="Write weights alone: no config.json, no tokenizer."),
+    click.option("--check-replicas", is_flag=True, help="Compare stored copies of the same data bit by bit."),
+    click.option("--strict", is_flag=True, help="Replicas that differ and broken ties are errors, not warnings."),
+    memory,
+)
+
+output = _all(
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress and no remarks."),
+)
+
+verl = _all(
+    click.option("--backend", hidden=True),
+    click.option("--local-dir", hidden=True),
+    click.option("--target-dir", hidden=True),
+    click.option("--test-hf-dir", hidden=True),
+    click.option("--hf-upload-path", hidden=True),
+    click.option("--private", is_flag=True, hidden=True),
+    click.option("--use-cpu-initialization", is_flag=True, hidden=True),
+    click.option("--tie-word-embedding", is_flag=True, hidden=True),
+    click.option("--is-value-model", is_flag=True, hidden=True),
+    click.option("--trust-remote-code", is_flag=True, hidden=True),
+)
+
+
+def open_options(given: Mapping[str, Any]) -> OpenOptions:
+    """How to read the checkpoint."""
+    names = tuple(n.strip() for n in (given["mesh_dim_names"] or "").split(",") if n.strip())
+    return OpenOptions(given["format_name"], names, given["root"], given["tp_first"])
+
+
+def memory_bound(given: Mapping[str, Any]) -> int:
+    """`--max-mem` in bytes; never above the memory there is."""
+    from merge_stream.engine.memory import available_limit
+
+    limit, which = available_limit()
+    if given["max_mem"] is None:
+        return int(limit * _DEFAULT_SHARE)
+    bound = parse_memory(given["max_mem"], total=limit)
+    if bound > limit:
+        click.echo(f"note: --max-mem is above {which}, {format_bytes(limit)}, which is used instead", err=True)
+    return min(bound, limit)
+
+
+def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "bf16"]) -> MergeOptions:
+    """What to write."""
+    return MergeOptions(
+        dtype=given["dtype"] or default_dtype,
+        layout=given["layout"],
+        max_shard_size=parse_bytes(given["max_shard_size"]),
+        base_model=given["base_model"],
+        write_config=not given["no_config"],
+        check_replicas=given["check_replicas"],
+        strict=given["strict"],
+        verify=given["verify"],
+        overwrite=given["overwrite"],
+        restart=given["restart"],
+        max_mem=memory_bound(given),
+        workers=given["workers"],
+    )
+
+
+def verl_options(given: Mapping[str, Any]) -> tuple[VerlOptions, list[str]]:
+    """verl's options and lines that explain those without a meaning here."""
+    names = VerlOptions.__dataclass_fields__
+    options = VerlOptions(**{name: given[name] for name in names})
+    return options, explain_and_check(options)
+
+
+def sources_and_out(paths: tuple[str, ...], given: Mapping[str, Any], verl: VerlOptions) -> tuple[list[str], str]:
+    """(input folders, OUT) from positional paths, --input and verl's spelling."""
+    inputs = list(given["inputs"])
+    if verl.used:
+        if paths or verl.local_dir is None:
+            msg = "verl's spelling needs --local_dir CKPT and no positional paths"
+            raise UsageError(msg, hint="merge --backend fsdp --local_dir CKPT --target_dir OUT, or simply: CKPT OUT")
+        return [verl.local_dir, *inputs], verl.target_dir or "tmp"
+    if len(paths) == 2:  # noqa: PLR2004 - CKPT OUT
+        return [paths[0], *inputs], paths[1]
+    if len(paths) == 1 and inputs:
+        return inputs, paths[0]
+    hint = "merge-stream CKPT OUT"
+    if paths and (close := difflib.get_close_matches(paths[0], _COMMANDS, n=1)):
+        hint = f"did you mean the command `{close[0]}`? Otherwise: merge-stream CKPT OUT"
+    msg = f"merge takes two paths, CKPT and OUT; got {len(paths)}: {' '.join(paths) or 'none'}"
+    raise UsageError(msg, hint=hint)

@@ -1,0 +1,187 @@
+"""Assembling a tile: from the extents of shard files into one contiguous, encoded piece.
+
+For a tile and a row-major shard the common region is one contiguous extent of the file
+(a tile has leading dims of extent one, one ranged dim, whole trailing dims), so it is one
+positioned read; if the region is contiguous in the tile too, the read lands where the
+bytes belong. Otherwise it goes through a bounce buffer and one strided copy. Takes that
+slice or permute dims may need several reads: a region is then read as its bounding extent
+while that fits the bounce buffer, else split along its outermost dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from merge_stream.encodings.base import Encoding
+from merge_stream.engine.budget import Lease
+from merge_stream.planning.plan import ParameterPlan, ResolvedTake
+from merge_stream.storage.base import ByteSource
+from merge_stream.tensors.box import Box, row_major_strides
+from merge_stream.tensors.ref import ShardTable, SourceFile
+
+__all__ = ["Assembler", "slab_bytes"]
+
+_BOUNCE_FLOOR = 64 << 10
+_SLACK = 4096
+
+
+def slab_bytes(segment_bytes: int, *, compare: bool = False) -> int:
+    """Memory of one lease: encoded output, source values, bounce buffer (and what is compared)."""
+    parts = 4 if compare else 3
+    return parts * (max(segment_bytes, _BOUNCE_FLOOR) + _SLACK)
+
+
+class Assembler:
+    """Reads tiles of parameters; one for each worker, over a shared source.
+
+    `read_nbytes` counts bytes asked of the source, `overflows` finite values that an
+    encoding made infinite, by parameter name.
+    """
+
+    def __init__(self, source: ByteSource, files: Sequence[SourceFile], encoding: Encoding) -> None:
+        self._source = source
+        self._paths = [f.path for f in files]
+        self._encoding = encoding
+        self.read_nbytes = 0
+        self.overflows: dict[str, int] = {}
+
+    def tile(self, parameter: ParameterPlan, box: Box, out: np.ndarray, lease: Lease) -> None:
+        """Fill `out` (uint8) with the encoded bytes of `box` (a contiguous box of the parameter's view)."""
+        source = parameter.source
+        mark = lease.mark
+        if parameter.dtype == source.dtype:
+            self._fill(source.takes, box, source.dtype.itemsize, out, lease)
+        else:
+            values = lease.take(box.size * source.dtype.itemsize)
+            self._fill(source.takes, box, source.dtype.itemsize, values, lease)
+            lost = self._encoding.encode(values.view(source.dtype.numpy()), out.view(parameter.dtype.numpy()))
+            if lost:
+                self.overflows[parameter.name] = self.overflows.get(parameter.name, 0) + lost
+        lease.rewind(mark)
+
+    def will_need(self, parameter: ParameterPlan, box: Box) -> None:
+        """Tell the source which extents `tile` is going to read."""
+        itemsize = parameter.source.dtype.itemsize
+        for take in parameter.source.takes:
+            if take.permute or (part := take.dest_box & box) is None:
+                continue
+            wanted = part.shifted(_minus(take.source_box.start, take.dest_box.start))
+            for k in _rows(take.table, wanted):
+                shard, file, offset = take.table.row(k)
+                region = shard & wanted
+                if region is not None:
+                    first, stop = _bounds(region, shard)
+                    self._source.will_need(self._paths[file], offset + first * itemsize, (stop - first) * itemsize)
+
+    def _fill(self, takes: Sequence[ResolvedTake], box: Box, itemsize: int, values: np.ndarray, lease: Lease) -> None:
+        for take in takes:
+            part = take.dest_box & box
+            if part is None:
+                continue
+            if take.permute:
+                moved = [0] * len(take.permute)
+                for axis, source_axis in enumerate(take.permute):
+                    moved[source_axis] = axis
+                local = part.shifted(tuple(-a for a in take.dest_box.start))
+                wanted = Box(
+                    tuple(local.start[a] + o for a, o in zip(moved, take.source_box.start, strict=True)),
+                    tuple(local.stop[a] + o for a, o in zip(moved, take.source_box.start, strict=True)),
+                )
+            else:
+                wanted = part.shifted(_minus(take.source_box.start, take.dest_box.start))
+            for k in _rows(take.table, wanted):
+                shard, file, offset = take.table.row(k)
+                region = shard & wanted
+                if region is None:
+                    continue
+                self._place(take, part, wanted, region, (shard, file, offset), (box, itemsize, values, lease))
+
+    def _place(
+        self,
+        take: ResolvedTake,
+        part: Box,
+        wanted: Box,
+        region: Box,
+        shard: tuple[Box, int, int],
+        tile: tuple[Box, int, np.ndarray, Lease],
+    ) -> None:
+        """Move `region` of one shard to its place in the tile's values."""
+        box, itemsize, values, lease = tile
+        held, file, offset = shard
+        if not take.permute:
+            dest = region.shifted(_minus(part.start, wanted.start))
+            target = _run(dest, box)
+            origin = _run(region, held)
+            if target is not None and origin is not None:
+                nbytes = region.size * itemsize
+                into = values[target * itemsize : target * itemsize + nbytes]
+                self._read(file, offset + origin * itemsize, into)
+                return
+        view = values.view(_unit(itemsize)).reshape(box.shape)[part.slices(box.start)]
+        if take.permute:
+            view = view.transpose([take.permute.index(axis) for axis in range(len(take.permute))])
+        view = view[region.slices(wanted.start)]
+        self._read_region(file, offset, held, region, itemsize, view, lease)
+
+    def _read_region(  # noqa: PLR0913, PLR0917 - one region of one shard into one view
+        self, file: int, offset: int, held: Box, region: Box, itemsize: int, view: np.ndarray, lease: Lease
+    ) -> None:
+        """Read a region of a row-major shard into a strided view of the region's shape."""
+        first, stop = _bounds(region, held)
+        nbytes = (stop - first) * itemsize
+        if nbytes <= lease.left:
+            mark = lease.mark
+            bounce = lease.take(nbytes)
+            self._read(file, offset + first * itemsize, bounce)
+            strides = tuple(s * itemsize for s in row_major_strides(held.shape))
+            stored = bounce.view(_unit(itemsize))
+            view[...] = np.lib.stride_tricks.as_strided(stored, region.shape, strides, writeable=False)
+            lease.rewind(mark)
+            return
+        axis = next(k for k, extent in enumerate(region.shape) if extent > 1)
+        middle = (region.start[axis] + region.stop[axis]) // 2
+        cut = middle - region.start[axis]
+        lower = Box(region.start, (*region.stop[:axis], middle, *region.stop[axis + 1 :]))
+        upper = Box((*region.start[:axis], middle, *region.start[axis + 1 :]), region.stop)
+        head = (slice(None),) * axis
+        self._read_region(file, offset, held, lower, itemsize, view[(*head, slice(None, cut))], lease)
+        self._read_region(file, offset, held, upper, itemsize, view[(*head, slice(cut, None))], lease)
+
+    def _read(self, file: int, offset: int, into: np.ndarray) -> None:
+        self._source.read_into(self._paths[file], offset, memoryview(into))
+        self.read_nbytes += len(into)
+
+
+def _unit(itemsize: int) -> np.dtype:
+    """An integer type of that size: elements are moved, never interpreted."""
+    return np.dtype(f"u{itemsize}")
+
+
+def _rows(table: ShardTable, wanted: Box) -> list[int]:
+    """Rows of the table that may meet `wanted`."""
+    if len(table) == 1:
+        return [0]
+    hit = (table.start < np.array(wanted.stop)) & (table.stop > np.array(wanted.start))
+    rows: list[int] = np.flatnonzero(hit.all(axis=1)).tolist()
+    return rows
+
+
+def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def _bounds(region: Box, held: Box) -> tuple[int, int]:
+    """Element range [first, stop) of a row-major array over `held` that bounds `region`."""
+    strides = row_major_strides(held.shape)
+    first = sum((a - o) * s for a, o, s in zip(region.start, held.start, strides, strict=True))
+    last = sum((b - 1 - o) * s for b, o, s in zip(region.stop, held.start, strides, strict=True))
+    return first, last + 1
+
+
+def _run(region: Box, held: Box) -> int | None:
+    """Element offset of `region` in a row-major array over `held` if it is contiguous there, else None."""
+    first, stop = _bounds(region, held)
+    return first if stop - first == math.prod(region.shape) else None

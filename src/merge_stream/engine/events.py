@@ -1,0 +1,46 @@
+"""What a run tells while it goes: plain events to whoever observes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Observer", "Phase", "Progress", "Silent", "Warned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A step of the run begins; `total` counts what `Progress` will count (bytes), 0 when unknown."""
+
+    name: str
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`nbytes` more of the phase's total are done; `resumed` when an earlier run had done them."""
+
+    nbytes: int
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A remark for the user; the run goes on."""
+
+    text: str
+
+
+class Observer(Protocol):
+    """Receives events, one at a time, possibly from worker threads; must return quickly."""
+
+    def __call__(self, event: Phase | Progress | Warned) -> None:
+        """Take note of `event`."""
+        ...
+
+
+class Silent:
+    """An observer that ignores everything."""
+
+    def __call__(self, event: Phase | Progress | Warned) -> None:
+        """Ignore `event`."""

@@ -1,0 +1,158 @@
+"""N workers over the segments of a plan, in output order.
+
+Each worker takes the next segment, leases a slab, assembles the tiles into one contiguous
+buffer and writes it as one range. Reads, copies, casts, checksums and writes release the
+GIL, so workers in different phases overlap reading and writing by themselves. There are
+no queues: what is in flight is what is leased.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from merge_stream.encodings.base import Encoding
+from merge_stream.engine.assembler import Assembler
+from merge_stream.engine.budget import Lease, MemoryBudget
+from merge_stream.engine.events import Observer, Progress
+from merge_stream.engine.staging import StagingArea
+from merge_stream.errors import InterruptedRunError
+from merge_stream.planning.plan import Plan
+from merge_stream.planning.segments import Segment, segments_of
+from merge_stream.storage.base import ByteSource
+
+__all__ = ["Executed", "StopFlag", "execute", "run_workers"]
+
+T = TypeVar("T")
+
+
+class StopFlag:
+    """Set from a signal handler to end a run at the next segment border."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.reason = ""
+        self.working = False
+        """Workers are running and will look at the flag; otherwise nobody does."""
+
+    def set(self, reason: str) -> None:
+        """Ask for the end."""
+        self.reason = reason
+        self._event.set()
+
+    def check(self) -> None:
+        """InterruptedRunError when the end was asked for."""
+        if self._event.is_set():
+            msg = f"stopped by {self.reason or 'request'}"
+            raise InterruptedRunError(msg, hint="the partial folder is kept; the same command continues it")
+
+
+@dataclass(slots=True)
+class Executed:
+    """Numbers of an execution: bytes read, written and found done; values lost to an encoding's range."""
+
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    resumed_nbytes: int = 0
+    overflows: dict[str, int] = field(default_factory=dict)
+
+
+def execute(  # noqa: PLR0913 - the parts of a run, each independent
+    plan: Plan,
+    staging: StagingArea,
+    source: ByteSource,
+    encoding: Encoding,
+    *,
+    budget: MemoryBudget,
+    segment_bytes: int,
+    observer: Observer,
+    stop: StopFlag,
+) -> Executed:
+    """Write every segment that is not done; returns when all are written and synced.
+
+    On any error the first one is raised after all workers have ended; what was written
+    stays journaled.
+    """
+    result = Executed()
+    done = staging.done
+    tell = threading.Lock()
+
+    def pending() -> Iterator[Segment]:
+        for segment in segments_of(plan, segment_bytes):
+            if done.covers(segment.output, segment.start, segment.stop):
+                result.resumed_nbytes += segment.stop - segment.start
+                observer(Progress(segment.stop - segment.start, resumed=True))
+            else:
+                yield segment
+
+    def worker(segments: Iterator[Segment]) -> None:
+        assembler = Assembler(source, plan.files, encoding)
+        for segment in segments:
+            stop.check()
+            with budget.lease() as lease:
+                data = assemble_segment(plan, segment, assembler, lease)
+                staging.write(segment.output, segment.start, data)
+            with tell:
+                result.written_nbytes += len(data)
+                observer(Progress(len(data)))
+        with tell:
+            result.read_nbytes += assembler.read_nbytes
+            for name, count in assembler.overflows.items():
+                result.overflows[name] = result.overflows.get(name, 0) + count
+
+    run_workers(pending(), worker, budget.slots, stop)
+    staging.sync()
+    return result
+
+
+def assemble_segment(plan: Plan, segment: Segment, assembler: Assembler, lease: Lease) -> memoryview:
+    """The encoded bytes of a segment, in the lease."""
+    out = lease.take(segment.stop - segment.start, phase=segment.start)
+    for tile in segment.tiles:
+        at = tile.start - segment.start
+        assembler.tile(plan.parameters[tile.parameter], tile.box, out[at : at + tile.nbytes], lease)
+    return memoryview(out)
+
+
+def run_workers(items: Iterable[T], worker: Callable[[Iterator[T]], None], count: int, stop: StopFlag) -> None:
+    """Run `worker` in `count` threads over one shared iterator; the first error ends all and is raised."""
+    stop.working = True
+    try:
+        _run_workers(items, worker, count)
+    finally:
+        stop.working = False
+    stop.check()
+
+
+def _run_workers(items: Iterable[T], worker: Callable[[Iterator[T]], None], count: int) -> None:
+    lock = threading.Lock()
+    source = iter(items)
+    failures: list[BaseException] = []
+
+    def shared() -> Iterator[T]:
+        while True:
+            with lock:
+                if failures:
+                    return
+                try:
+                    item = next(source)
+                except StopIteration:
+                    return
+            yield item
+
+    def run() -> None:
+        try:
+            worker(shared())
+        except BaseException as error:  # noqa: BLE001 - carried to the caller's thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, name=f"worker-{k}", daemon=True) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.2)  # short waits, so that signal handlers run in the main thread
+    if failures:
+        raise failures[0]

@@ -1,0 +1,182 @@
+"""The journal: which byte ranges of the output are done, with the checksum of each.
+
+A text file, one line for each group of ranges written together:
+
+    r <output> <start> <stop> <xxh3-64> [<output> <start> <stop> <xxh3-64> ...] <check>
+    s <count> <check>         the first `count` r-lines of the file are on stable storage
+    b <boot id> <check>       a run began on this boot of the machine
+
+`check` is the xxh3-64 of the line before it. A line is appended after its ranges were
+written, so after `kill -9` every line is true (the page cache survives the process). After
+a power failure lines behind the last `s` may not be: on another boot they are believed
+only when the bytes on disk have the noted checksum. A torn tail is cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from merge_stream.errors import CorruptCheckpointError
+
+__all__ = ["DoneRanges", "Journal", "JournalContent", "WrittenRange", "checksum", "read_journal"]
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_FIELDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRange:
+    """Bytes [start, stop) of output file `output` (index) were written with this checksum."""
+
+    output: int
+    start: int
+    stop: int
+    checksum: str
+
+
+def checksum(data: memoryview) -> str:
+    """xxh3-64 of the bytes, 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+class DoneRanges:
+    """Finished byte ranges of each output file, merged."""
+
+    def __init__(self, ranges: Iterable[WrittenRange] = ()) -> None:
+        by_output: dict[int, list[tuple[int, int]]] = {}
+        for r in ranges:
+            by_output.setdefault(r.output, []).append((r.start, r.stop))
+        self._merged = {output: _merged(spans) for output, spans in by_output.items()}
+
+    def covers(self, output: int, start: int, stop: int) -> bool:
+        """True when every byte of [start, stop) is done."""
+        return any(a <= start and stop <= b for a, b in self._merged.get(output, ()))
+
+    def missing(self, output: int, start: int, stop: int) -> tuple[int, int] | None:
+        """The first gap within [start, stop), or None."""
+        at = start
+        for a, b in self._merged.get(output, ()):
+            if b <= at:
+                continue
+            if a > at:
+                return at, min(a, stop)
+            at = b
+            if at >= stop:
+                return None
+        return None if at >= stop else (at, stop)
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    result: list[tuple[int, int]] = []
+    for a, b in sorted(spans):
+        if result and a <= result[-1][1]:
+            result[-1] = (result[-1][0], max(b, result[-1][1]))
+        else:
+            result.append((a, b))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class JournalContent:
+    """What a journal file says: `trusted` ranges are done, `doubtful` ones only if their checksum still holds.
+
+    `lines` counts r-lines, `nbytes` is the length of the part that is whole.
+    """
+
+    trusted: tuple[WrittenRange, ...]
+    doubtful: tuple[WrittenRange, ...]
+    lines: int
+    nbytes: int
+
+
+def read_journal(path: str) -> JournalContent:
+    """Read a journal up to its first torn line; an absent file is an empty one."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except FileNotFoundError:
+        text = b""
+    lines: list[tuple[list[WrittenRange], bool]] = []
+    good, durable, same_boot = 0, 0, False
+    here = _boot_id()
+    for raw in text.splitlines(keepends=True):
+        body, _, check = raw.rstrip(b"\n").rpartition(b" ")
+        if not raw.endswith(b"\n") or xxhash.xxh3_64_hexdigest(body).encode() != check:
+            break
+        good += len(raw)
+        kind, *fields = body.decode("ascii").split(" ")
+        if kind == "r":
+            lines.append(([_range(fields[k : k + _FIELDS]) for k in range(0, len(fields), _FIELDS)], same_boot))
+        elif kind == "s":
+            durable = int(fields[0])
+        elif kind == "b":
+            same_boot = fields == [here]
+    trusted = [r for k, (ranges, same) in enumerate(lines) for r in ranges if same or k < durable]
+    doubtful = [r for k, (ranges, same) in enumerate(lines) for r in ranges if not same and k >= durable]
+    return JournalContent(tuple(trusted), tuple(doubtful), len(lines), good)
+
+
+class Journal:
+    """Append-only record of written ranges in the file `path`; opening cuts off a torn tail.
+
+    `before` is what earlier runs noted.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.before = read_journal(path)
+        self._lock = threading.Lock()
+        self._lines = self.before.lines
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        os.ftruncate(self._fd, self.before.nbytes)
+        os.lseek(self._fd, self.before.nbytes, os.SEEK_SET)
+        self._append(f"b {_boot_id()}")
+
+    @property
+    def lines(self) -> int:
+        """Number of r-lines so far; give it to `synced` after syncing the data of all of them."""
+        return self._lines
+
+    def record(self, ranges: Sequence[WrittenRange]) -> None:
+        """Note that these ranges are written (one line: all of them or none)."""
+        self._append("r " + " ".join(f"{r.output} {r.start} {r.stop} {r.checksum}" for r in ranges))
+        self._lines += 1
+
+    def synced(self, lines: int) -> None:
+        """Note that the ranges of the first `lines` r-lines are on stable storage."""
+        self._append(f"s {lines}")
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+    def _append(self, line: str) -> None:
+        data = f"{line} {xxhash.xxh3_64_hexdigest(line.encode())}\n".encode()
+        with self._lock:
+            while data:
+                data = data[os.write(self._fd, data) :]
+
+
+def _range(fields: Sequence[str]) -> WrittenRange:
+    try:
+        output, start, stop = (int(f) for f in fields[:3])
+        return WrittenRange(output, start, stop, fields[3])
+    except (ValueError, IndexError) as error:
+        msg = f"the journal holds a line that is not one: {' '.join(fields)[:80]}"
+        raise CorruptCheckpointError(msg, hint="begin anew with --restart") from error
+
+
+def _boot_id() -> str:
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown"

@@ -1,0 +1,235 @@
+"""The staging area `direct`: final safetensors files in a partial folder, and what makes them resumable.
+
+    OUT.partial/               beside OUT, or OUT/.merge-stream/ when OUT is an empty folder or a mount point
+        lock                   held by the run (flock), so two runs cannot share it
+        plan.json              identity of the plan: a resume must have the same
+        journal                finished byte ranges with checksums
+        model/                 the files of the model to be, at their final size, headers written
+
+`model/` holds no config.json and no index until the finalizer has checked everything, and
+it is not OUT, so nothing takes it for a model before it is one.
+
+Group commit: a flusher thread syncs written data every `flush_bytes` and then notes it in
+the journal, so that dirty pages stay bounded and a power failure costs little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Protocol
+
+from merge_stream.engine.journal import DoneRanges, Journal, WrittenRange, checksum, read_journal
+from merge_stream.errors import OutputBusyError, PlanMismatchError
+from merge_stream.planning.plan import Plan, fingerprint_of
+from merge_stream.storage.base import ByteSink
+from merge_stream.storage.local import LocalSink
+
+__all__ = ["DirectStaging", "StagingArea"]
+
+_FLUSH_BYTES = 64 << 20
+_MOST_UNSYNCED = 4 * _FLUSH_BYTES
+
+
+class StagingArea(Protocol):
+    """Where assembled bytes wait for their commit. Called in this order:
+
+    1. `done` says what earlier runs finished.
+    2. `write` for each group of ranges, from several threads.
+    3. `sync` once, when all ranges are written.
+    """
+
+    sink: ByteSink
+
+    @property
+    def done(self) -> DoneRanges:
+        """Ranges that need not be written again."""
+        ...
+
+    def write(self, output: int, start: int, data: memoryview) -> None:
+        """Write bytes of an output file and journal them."""
+        ...
+
+    def sync(self) -> None:
+        """Return when everything written is on stable storage and noted."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and locks; everything noted stays for a resume."""
+        ...
+
+
+class DirectStaging:
+    """The partial folder `work` of one plan; `resumed` tells that an earlier run had begun it."""
+
+    def __init__(self, work: str, plan: Plan, *, restart: bool) -> None:
+        self.work = work
+        self.model_dir = os.path.join(work, "model")
+        self._plan = plan
+        os.makedirs(work, exist_ok=True)
+        self._lock_fd = _locked(os.path.join(work, "lock"))
+        try:
+            if restart:
+                self._wipe()
+            self.resumed = self._claim()
+            self.sink: ByteSink = LocalSink(self.model_dir)
+            self._journal = Journal(os.path.join(work, "journal"))
+            self._done = DoneRanges(self._believed())
+            self._lay_out()
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        self._unsynced: dict[int, int] = {}
+        self._change = threading.Condition()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._flusher = threading.Thread(target=self._flush, name="flusher", daemon=True)
+        self._flusher.start()
+
+    @property
+    def done(self) -> DoneRanges:
+        """Ranges that earlier runs finished."""
+        return self._done
+
+    def write(self, output: int, start: int, data: memoryview) -> None:
+        """Write, journal, and wait while too much is not yet on the disk."""
+        self.sink.write_at(self._plan.outputs[output].name, start, data)
+        with self._change:
+            self._change.wait_for(lambda: sum(self._unsynced.values()) < _MOST_UNSYNCED or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
+            self._journal.record([WrittenRange(output, start, start + len(data), checksum(data))])
+            self._unsynced[output] = self._unsynced.get(output, 0) + len(data)
+            if sum(self._unsynced.values()) >= _FLUSH_BYTES:
+                self._change.notify_all()
+
+    def sync(self) -> None:
+        """Sync what is written and note it."""
+        self._stop_flusher()
+        for output in self._plan.outputs:
+            self.sink.sync(output.name)
+        self._journal.synced(self._journal.lines)
+
+    def ranges(self) -> DoneRanges:
+        """What the journal file holds now, read back from disk."""
+        return DoneRanges(read_journal(self._journal.path).trusted)
+
+    def close(self) -> None:
+        """Stop the flusher, close files, release the lock."""
+        with contextlib.suppress(OSError):
+            self._stop_flusher()
+        self.sink.close()
+        self._journal.close()
+        with contextlib.suppress(OSError):
+            os.close(self._lock_fd)
+
+    def _wipe(self) -> None:
+        for name in os.listdir(self.work):
+            if name == "lock":
+                continue
+            path = os.path.join(self.work, name)
+            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+
+    def _claim(self) -> bool:
+        """Write plan.json, or compare with the one that is there; True when this resumes."""
+        path = os.path.join(self.work, "plan.json")
+        os.makedirs(self.model_dir, exist_ok=True)
+        wanted = dict(self._plan.identity)
+        try:
+            with open(path, encoding="utf-8") as file:
+                found = json.load(file)["identity"]
+        except FileNotFoundError:
+            found = None
+        except (ValueError, KeyError, TypeError):
+            found = {"plan.json": "unreadable"}
+        if found is not None:
+            if found == wanted:
+                return True
+            name = next(k for k in sorted({*wanted, *found}) if wanted.get(k) != found.get(k))
+            msg = (
+                f"{self.work} belongs to another run: {name} was {found.get(name, 'not there')}, "
+                f"now {wanted.get(name, 'not there')}"
+            )
+            raise PlanMismatchError(msg, hint="give the same options to continue it, or --restart to begin anew")
+        document = {"fingerprint": fingerprint_of(wanted), "identity": wanted}
+        with open(path + ".new", "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + ".new", path)
+        return False
+
+    def _believed(self) -> Iterator[WrittenRange]:
+        """Ranges that are surely on disk; doubtful ones are read and compared with their checksum."""
+        present = {
+            number
+            for number, output in enumerate(self._plan.outputs)
+            if _size(os.path.join(self.model_dir, output.name)) == output.nbytes
+        }
+        yield from (r for r in self._journal.before.trusted if r.output in present)
+        for r in self._journal.before.doubtful:
+            if r.output in present and r.stop - r.start <= _FLUSH_BYTES:
+                buffer = memoryview(bytearray(r.stop - r.start))
+                self.sink.read_into(self._plan.outputs[r.output].name, r.start, buffer)
+                if checksum(buffer) == r.checksum:
+                    self._journal.record([r])
+                    yield r
+
+    def _lay_out(self) -> None:
+        for output in self._plan.outputs:
+            self.sink.allocate(output.name, output.nbytes)
+            self.sink.write_at(output.name, 0, memoryview(output.header))
+
+    def _flush(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._closing or sum(self._unsynced.values()) >= _FLUSH_BYTES)
+                if self._closing:
+                    return
+                batch, lines = dict(self._unsynced), self._journal.lines
+            try:
+                for output in batch:
+                    self.sink.sync(self._plan.outputs[output].name)
+                self._journal.synced(lines)
+            except OSError as error:
+                with self._change:
+                    self._failure = error
+                    self._change.notify_all()
+                return
+            with self._change:
+                for output, nbytes in batch.items():
+                    self._unsynced[output] -= nbytes
+                    if not self._unsynced[output]:
+                        del self._unsynced[output]
+                self._change.notify_all()
+
+    def _stop_flusher(self) -> None:
+        with self._change:
+            self._closing = True
+            self._change.notify_all()
+        self._flusher.join()
+        if self._failure is not None:
+            raise self._failure
+
+
+def _locked(path: str) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        msg = f"another merge-stream writes {os.path.dirname(path)} right now"
+        raise OutputBusyError(msg, hint="wait for it to end, or choose another OUT") from error
+    return fd
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1

@@ -1,0 +1,137 @@
+"""From the folders a user gives to an open checkpoint: detection, and a bounded search below.
+
+The given folder itself is looked at first; only when no format knows it are its folders
+searched, three levels deep. Exactly one checkpoint must be found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from merge_stream.discovery import members_of
+from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UsageError
+from merge_stream.formats.base import CheckpointFormat, Detection
+from merge_stream.options import OpenOptions
+from merge_stream.storage.local import LocalTree
+from merge_stream.tensors.ref import Catalog
+
+__all__ = ["Found", "find_checkpoint", "open_checkpoint"]
+
+_DEPTH = 3
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A recognised folder: `folder` is relative to what was given ("" is that itself)."""
+
+    folder: str
+    tree: LocalTree
+    format: CheckpointFormat
+    detection: Detection
+
+
+def open_checkpoint(paths: Sequence[str | os.PathLike[str]], options: OpenOptions | None = None) -> Catalog:
+    """Detect the format of `paths` (one folder, or node-local parts of one checkpoint) and read its metadata."""
+    options = options or OpenOptions()
+    given, tree = _tree_of(paths)
+    found = find_checkpoint(tree, options.format)
+    catalog = found.format.open(found.tree, options)
+    notes = catalog.notes
+    if found.folder:
+        notes = (f"the checkpoint is in {found.folder}/ below the given folder", *notes)
+    dirs = dict.fromkeys((*catalog.config_dirs, *_config_dirs(tree)))
+    facts = {"detected by": found.detection.evidence, **catalog.facts}
+    return dataclasses.replace(
+        catalog, notes=(*given, *notes), config_dirs=tuple(dirs), facts=facts, root=catalog.root or found.tree.label
+    )
+
+
+def find_checkpoint(tree: LocalTree, format_name: str | None = None) -> Found:
+    """The one checkpoint in `tree` or below; errors tell what was seen."""
+    formats = _formats(format_name)
+    found: list[Found] = []
+    level = [""]
+    for _ in range(_DEPTH + 1):
+        below: list[str] = []
+        for folder in level:
+            here = tree.subtree(folder)
+            best = _best(here, formats)
+            if best is not None:
+                found.append(Found(folder, here, *best))
+            else:
+                below += [f"{folder}/{name}" if folder else name for name in here.folders()]
+        if found and level == [""]:
+            break
+        level = below
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise _unknown(tree, format_name)
+    lines = "".join(f"\n  {f.folder}/  {f.format.name}: {f.detection.evidence}" for f in found[:_SHOWN])
+    more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    msg = f"{tree.label} holds {len(found)} checkpoints:{lines}{more}"
+    raise AmbiguousCheckpointError(msg, hint=f"pass one of them, for example {tree.label}/{found[-1].folder}")
+
+
+def _formats(name: str | None) -> tuple[CheckpointFormat, ...]:
+    members: tuple[CheckpointFormat, ...] = members_of("formats")
+    if name is None:
+        return members
+    chosen = tuple(m for m in members if m.name == name)
+    if not chosen:
+        msg = f"there is no format {name!r}"
+        raise UsageError(msg, hint="the formats are " + ", ".join(m.name for m in members))
+    return chosen
+
+
+def _best(tree: LocalTree, formats: Sequence[CheckpointFormat]) -> tuple[CheckpointFormat, Detection] | None:
+    hits = [(f, d) for f in formats if (d := f.detect(tree)) is not None]
+    if not hits:
+        return None
+    return max(hits, key=lambda hit: hit[1].rank)
+
+
+def _tree_of(paths: Sequence[str | os.PathLike[str]]) -> tuple[tuple[str, ...], LocalTree]:
+    """(remarks, tree) of what the user gave: folders, or one file of a checkpoint."""
+    texts = [os.fspath(p) for p in paths]
+    if len(texts) == 1 and os.path.isfile(texts[0]):
+        folder, name = os.path.split(os.path.abspath(texts[0]))
+        tree = LocalTree.of([folder])
+        alone = tree.only(name)
+        if name not in alone.files:
+            msg = f"{texts[0]} cannot be read"
+            raise UnknownFormatError(msg)
+        if _best(alone, _formats(None)) is not None and not _is_part(name):
+            return (), alone
+        return (f"{name} is one file of a checkpoint: its folder {folder} was taken",), tree
+    return (), LocalTree.of(texts)
+
+
+def _is_part(name: str) -> bool:
+    return "_rank_" in name or "_rank" in name or name.endswith((".distcp", ".metadata")) or "-of-" in name
+
+
+def _config_dirs(tree: LocalTree) -> Iterator[str]:
+    """Folders of a config.json in the given folder itself or its `huggingface/`."""
+    for name in ("huggingface/config.json", "config.json"):
+        if name in tree.files:
+            yield os.path.dirname(tree.files[name].path)
+
+
+def _unknown(tree: LocalTree, format_name: str | None) -> UnknownFormatError:
+    names = list(tree.files)
+    wanted = "expected one of: " + "; ".join(f"{m.name} ({m.summary})" for m in members_of("formats"))
+    if not names:
+        return UnknownFormatError(f"{tree.label} is empty", hint="pass the folder that holds the checkpoint's files")
+    top = sorted({n.split("/", 1)[0] + ("/" if "/" in n else "") for n in names})
+    seen = ", ".join(top[:_SHOWN]) + (f" and {len(top) - _SHOWN} more" if len(top) > _SHOWN else "")
+    what = f"is not a {format_name} checkpoint" if format_name else "is no checkpoint that is known here"
+    if "config.json" in tree.files and not any(n.endswith((".safetensors", ".pt", ".bin", ".distcp")) for n in names):
+        parent = os.path.dirname(os.path.abspath(tree.label))
+        msg = f"{tree.label} holds config and tokenizer ({seen}), but no weights"
+        return UnknownFormatError(msg, hint=f"the shards are usually one folder above: {parent}")
+    return UnknownFormatError(f"{tree.label} {what}: it holds {seen}", hint=wanted)

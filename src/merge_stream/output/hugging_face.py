@@ -1,0 +1,106 @@
+"""The finalizer: from staged weights to a whole Hugging Face folder, checked before it is visible.
+
+Order: every byte journaled -> headers and sizes read back -> side files -> config.json ->
+index last. All in the staging folder; making it visible is `output.place.commit`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from merge_stream.containers.safetensors_file import read_header
+from merge_stream.engine.staging import DirectStaging
+from merge_stream.errors import VerificationError
+from merge_stream.output.config_patch import OutputTensor, patch_config
+from merge_stream.output.index import INDEX_NAME, build_index
+from merge_stream.output.model_info import ModelFolder
+from merge_stream.output.side_files import copy_side_files
+from merge_stream.planning.plan import Plan
+from merge_stream.storage.local import LocalTree
+
+__all__ = ["Finished", "finish_folder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """`side_files` maps each copied file to whose it was; `notes` are remarks about the config."""
+
+    side_files: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def finish_folder(plan: Plan, staging: DirectStaging, folder: ModelFolder) -> Finished:
+    """Check the staged weights and write everything that stands beside them."""
+    _check_journal(plan, staging)
+    _check_headers(plan, staging.model_dir)
+    copy_side_files(folder.side_files, staging.model_dir)
+    notes: tuple[str, ...] = ()
+    if folder.config_bytes is not None:
+        tensors = [OutputTensor(p.name, p.dtype, p.size) for p in plan.parameters]
+        patched = patch_config(folder.config_bytes, tensors, untied=bool(plan.broken_ties))
+        notes = patched.notes
+        _write(os.path.join(staging.model_dir, "config.json"), patched.data)
+    index = os.path.join(staging.model_dir, INDEX_NAME)
+    if len(plan.outputs) > 1:
+        weight_map = {p.name: plan.outputs[p.output].name for p in plan.parameters}
+        size = sum(p.nbytes for p in plan.parameters)
+        count = sum(math.prod(p.shape) for p in plan.parameters)
+        _write(index, build_index(weight_map, total_size=size, total_parameters=count))
+    return Finished({f.name: f.origin for f in folder.side_files.files}, notes)
+
+
+def _check_journal(plan: Plan, staging: DirectStaging) -> None:
+    """Every byte of every data section must be noted in the journal on disk."""
+    done = staging.ranges()
+    for number, output in enumerate(plan.outputs):
+        gap = done.missing(number, len(output.header), output.nbytes)
+        if gap is not None:
+            msg = f"{output.name}: bytes {gap[0]} to {gap[1]} were never written"
+            raise VerificationError(msg, hint="run the same command again; if it stays, report this as a bug")
+
+
+def _check_headers(plan: Plan, model_dir: str) -> None:
+    """Each file has its size and reads back as the plan says, by our parser and by safetensors' own."""
+    tree = LocalTree.of([model_dir])
+    for output in plan.outputs:
+        where = os.path.join(model_dir, output.name)
+        found = os.stat(where).st_size
+        if found != output.nbytes:
+            msg = f"{where} has {found} bytes, planned were {output.nbytes}"
+            raise VerificationError(msg, hint="another program changed it: run again with --restart")
+        header = read_header(tree, output.name)
+        for index in output.parameters:
+            p = plan.parameters[index]
+            stored = header.tensors.get(p.name)
+            if stored is None or (stored.dtype, stored.shape, stored.offset) != (p.dtype, p.shape, p.start):
+                msg = f"{where}: the header says {stored} for {p.name}, planned was {p.dtype} {p.shape} at {p.start}"
+                raise VerificationError(msg, hint="another program changed it: run again with --restart")
+        if len(header.tensors) != len(output.parameters):
+            msg = f"{where} holds {len(header.tensors)} tensors, planned were {len(output.parameters)}"
+            raise VerificationError(msg, hint="another program changed it: run again with --restart")
+        _check_with_library(where, len(output.parameters))
+
+
+def _check_with_library(path: str, count: int) -> None:
+    """The library that loaders use accepts the file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = len(file.keys())
+    except SafetensorError as error:
+        msg = f"{path} is not accepted by the safetensors library: {error}"
+        raise VerificationError(msg, hint="report this as a bug") from error
+    if found != count:
+        msg = f"the safetensors library sees {found} tensors in {path}, planned were {count}"
+        raise VerificationError(msg, hint="report this as a bug")
+
+
+def _write(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

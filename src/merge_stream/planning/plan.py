@@ -1,0 +1,123 @@
+"""The plan: plain data that says where every output byte comes from and goes to.
+
+    Plan ── outputs     output files with their final headers
+         ── parameters  one entry a tensor: its place in a file, its takes, its element types
+         ── files       source files
+         ── identity    named digests of all that decides the bytes; their digest is the fingerprint
+
+Nothing in a plan knows ranks or trainers. A parameter's source is an `Assembly`: takes
+with resolved shard tables. Arithmetic between tensors joins later as further kinds of
+source beside `Assembly`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from merge_stream.tensors.box import Box
+from merge_stream.tensors.dtype import DType
+from merge_stream.tensors.ref import ShardTable, SourceFile
+
+__all__ = ["Assembly", "OutputFile", "ParameterPlan", "Plan", "ResolvedTake", "fingerprint_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResolvedTake:
+    """A take whose source is a shard table in the coordinates of `source_box`.
+
+    Axis k of `dest_box` is axis `permute[k]` of `source_box`; an empty permute is the
+    same order.
+    """
+
+    table: ShardTable
+    source_box: Box
+    dest_box: Box
+    permute: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembly:
+    """Takes that tile `view` exactly once; `dtype` is the element type on disk."""
+
+    view: tuple[int, ...]
+    dtype: DType
+    takes: tuple[ResolvedTake, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterPlan:
+    """One output tensor: `nbytes` bytes at byte `start` of output file `output`."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: Assembly
+    dtype: DType
+    output: int
+    start: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return Box.whole(self.shape).size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the output file."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def source_nbytes(self) -> int:
+        """Bytes that are read for it."""
+        return self.size * self.source.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A safetensors file to be written: final header bytes, total size, the parameters in data order."""
+
+    name: str
+    header: bytes
+    nbytes: int
+    parameters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """All decisions of a merge, made before the first data byte is read.
+
+    `identity` maps a name ("source files", "--dtype", "tensor layout" ...) to a digest or
+    value; two plans write the same bytes when their identities are equal. `notes` are
+    remarks for the user, `facts` numbers for `plan` and the report.
+    """
+
+    parameters: tuple[ParameterPlan, ...]
+    outputs: tuple[OutputFile, ...]
+    files: tuple[SourceFile, ...]
+    identity: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    broken_ties: tuple[str, ...] = ()
+    probe_nbytes: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the bytes this plan writes."""
+        return fingerprint_of(self.identity)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Tensor bytes that a merge reads."""
+        return sum(p.source_nbytes for p in self.parameters)
+
+    @property
+    def write_nbytes(self) -> int:
+        """Bytes of all weight files, headers included."""
+        return sum(o.nbytes for o in self.outputs)
+
+
+def fingerprint_of(identity: Mapping[str, str]) -> str:
+    """Digest of an identity, independent of the order of its entries."""
+    return hashlib.sha256(json.dumps(dict(sorted(identity.items()))).encode()).hexdigest()[:32]

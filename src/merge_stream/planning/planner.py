@@ -1,0 +1,123 @@
+"""Catalog + names + encoding -> Plan. Pure: reads no tensor bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from merge_stream.containers.safetensors_file import HeaderEntry, build_header
+from merge_stream.errors import CorruptCheckpointError
+from merge_stream.encodings.base import Encoding
+from merge_stream.options import MergeOptions
+from merge_stream.planning.layout import Placed, file_name, split_in_files
+from merge_stream.planning.plan import Assembly, OutputFile, ParameterPlan, Plan
+from merge_stream.tensors.parameter import Parameter
+from merge_stream.tensors.ref import Catalog
+
+__all__ = ["DATA_ALIGNMENT", "PLAN_VERSION", "Resolved", "make_plan"]
+
+PLAN_VERSION = 1
+DATA_ALIGNMENT = 4096
+"""The data section of each output file starts at a multiple of this: one memory page."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resolved:
+    """A parameter and where its bytes come from."""
+
+    parameter: Parameter
+    source: Assembly
+
+
+def make_plan(  # noqa: PLR0913 - the facts of a plan, each from another step
+    catalog: Catalog,
+    resolved: Sequence[Resolved],
+    encoding: Encoding,
+    options: MergeOptions,
+    *,
+    keep_wide: frozenset[str] = frozenset(),
+    notes: tuple[str, ...] = (),
+    dropped: Mapping[str, str] | None = None,
+    broken_ties: tuple[str, ...] = (),
+    probe_nbytes: int = 0,
+) -> Plan:
+    """Place every parameter in an output file and fix all offsets.
+
+    `keep_wide` names parameters that keep their source type whatever the encoding says.
+    `dropped` maps parameters left out to the reason.
+    """
+    dtypes = {
+        r.parameter.name: r.source.dtype
+        if r.parameter.name in keep_wide
+        else encoding.target(r.parameter.name, r.source.dtype)
+        for r in resolved
+    }
+    by_name = {r.parameter.name: r for r in resolved}
+    if len(by_name) != len(resolved):
+        names = [r.parameter.name for r in resolved]
+        twice = next(n for n in names if names.count(n) > 1)
+        msg = f"two sources would be written as {twice}"
+        raise CorruptCheckpointError(msg, hint="the naming rules do not fit this model; --layout as-is merges it unnamed")
+    placed = [
+        Placed(name, dtypes[name], math.prod(r.parameter.shape) * dtypes[name].itemsize) for name, r in by_name.items()
+    ]
+    groups = split_in_files(placed, options.max_shard_size)
+    parameters: list[ParameterPlan] = []
+    outputs: list[OutputFile] = []
+    for number, group in enumerate(groups):
+        entries = []
+        data_stop = 0
+        for t in group:
+            shape = by_name[t.name].parameter.shape
+            entries.append(HeaderEntry(t.name, t.dtype, shape, data_stop, data_stop + t.nbytes))
+            data_stop += t.nbytes
+        header = build_header(entries, align=DATA_ALIGNMENT)
+        at = len(header)
+        indices = []
+        for tensor in group:
+            r = by_name[tensor.name]
+            indices.append(len(parameters))
+            parameters.append(ParameterPlan(tensor.name, r.parameter.shape, r.source, tensor.dtype, number, at))
+            at += tensor.nbytes
+        outputs.append(OutputFile(file_name(number, len(groups)), header, at, tuple(indices)))
+    return Plan(
+        tuple(parameters),
+        tuple(outputs),
+        catalog.files,
+        _identity(catalog, parameters, outputs, options),
+        notes,
+        dict(dropped or {}),
+        broken_ties,
+        probe_nbytes,
+    )
+
+
+def _identity(
+    catalog: Catalog, parameters: Sequence[ParameterPlan], outputs: Sequence[OutputFile], options: MergeOptions
+) -> dict[str, str]:
+    """What decides the bytes, named so that a mismatch can be told."""
+    files = hashlib.sha256()
+    for f in catalog.files:
+        files.update(f"{f.name}\0{f.nbytes}\0{f.mtime_ns}\n".encode())
+    sources = hashlib.sha256()
+    for p in parameters:
+        sources.update(f"{p.name}\0{p.source.view}\0{p.source.dtype}\n".encode())
+        for take in p.source.takes:
+            sources.update(f"{take.source_box}{take.dest_box}{take.permute}".encode())
+            for column in (take.table.start, take.table.stop, take.table.file, take.table.offset):
+                sources.update(column.tobytes())
+    headers = hashlib.sha256()
+    for o in outputs:
+        headers.update(f"{o.name}\0{o.nbytes}\n".encode())
+        headers.update(o.header)
+    return {
+        "plan version": str(PLAN_VERSION),
+        "source files (name, size, time of change)": files.hexdigest()[:32],
+        "places of the source tensors": sources.hexdigest()[:32],
+        "output files (names, tensors, types, offsets)": headers.hexdigest()[:32],
+        "--dtype": options.dtype,
+        "--layout": options.layout,
+        "--max-shard-size": str(options.max_shard_size),
+    }

@@ -1,0 +1,76 @@
+"""Numbers of a run: what was merged, how much was moved, what was verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from merge_stream.units import format_bytes, format_duration
+
+__all__ = ["Report"]
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of a merge; `as_json` for machines, `lines` for people.
+
+    `verified` lists in words what was checked; `memory` holds bytes: allowed, projected,
+    reserved and peak of the whole process; `timeline` samples of resident memory.
+    """
+
+    out: str
+    format: str
+    architecture: str
+    fingerprint: str
+    dtype: str
+    layout: str
+    tensors: int
+    files: Sequence[str]
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    resumed_nbytes: int = 0
+    output_nbytes: int = 0
+    seconds: float = 0.0
+    workers: int = 0
+    segment_nbytes: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict)
+    timeline: Sequence[tuple[float, int, int]] = ()
+    verified: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    overflows: Mapping[str, int] = field(default_factory=dict)
+    side_files: Mapping[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object; sizes in bytes, times in seconds."""
+        return {"ok": True, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """The result for a person."""
+        rate = (self.read_nbytes + self.written_nbytes) / self.seconds if self.seconds else 0.0
+        text = [
+            f"wrote {self.out}",
+            f"  {self.tensors} tensors in {len(self.files)} file{'s' if len(self.files) != 1 else ''}, "
+            f"{format_bytes(self.output_nbytes)}, from {self.format} ({self.architecture} names, dtype {self.dtype})",
+            f"  read {format_bytes(self.read_nbytes)}, wrote {format_bytes(self.written_nbytes)}"
+            + (f", {format_bytes(self.resumed_nbytes)} done before" if self.resumed_nbytes else "")
+            + f" in {format_duration(self.seconds)} ({format_bytes(rate)}/s)",
+            f"  peak memory {format_bytes(self.memory.get('peak', 0))}, projected "
+            f"{format_bytes(self.memory.get('projected', 0))}, allowed {format_bytes(self.memory.get('allowed', 0))}",
+            "  verified: " + "; ".join(self.verified),
+        ]
+        if self.dropped:
+            text += [f"  left out {name}: {why}" for name, why in self.dropped.items()]
+        if self.ignored:
+            text.append("  ignored: " + ", ".join(f"{count} {kind}" for kind, count in self.ignored.items()))
+        if self.overflows:
+            worst = sorted(self.overflows.items(), key=lambda item: -item[1])[:3]
+            total = sum(self.overflows.values())
+            text.append(
+                f"  OVERFLOW: {total} finite values in {len(self.overflows)} tensors became infinite in {self.dtype}: "
+                + ", ".join(f"{name} ({count})" for name, count in worst)
+            )
+        return text

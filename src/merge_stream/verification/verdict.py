@@ -1,0 +1,255 @@
+"""Is a model equal to what it should be? Names, shapes, element types and values, streamed.
+
+The reference is a Hugging Face folder (compared as it stands) or a checkpoint of any known
+format (named as a merge would name it, cast to the model's types). Values must be equal bit
+by bit unless a tolerance is given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.naming import map_names
+from merge_stream.encodings.base import Encoding
+from merge_stream.encodings.cast import Cast
+from merge_stream.engine.assembler import Assembler
+from merge_stream.engine.budget import MemoryBudget
+from merge_stream.engine.compare import Difference, Pair, Tolerance, compare_pairs
+from merge_stream.engine.events import Observer, Phase, Silent
+from merge_stream.engine.executor import StopFlag
+from merge_stream.engine.memory import plan_memory
+from merge_stream.engine.probe import Prober
+from merge_stream.errors import CheckpointError, MergeStreamError, VerificationError
+from merge_stream.opening import open_checkpoint
+from merge_stream.options import LayoutName, OpenOptions
+from merge_stream.output.model_info import find_model_folder
+from merge_stream.planning.plan import Assembly, ParameterPlan, Plan, ResolvedTake
+from merge_stream.planning.planner import Resolved
+from merge_stream.planning.resolve import check_shards, resolve
+from merge_stream.storage.local import LocalSource
+from merge_stream.tensors.box import Box
+from merge_stream.tensors.parameter import identity
+from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
+
+__all__ = ["Verdict", "compare_with_plan", "verify"]
+
+_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The result of a verification; `ok` when nothing in it speaks against equality.
+
+    `missing` are in the reference alone, `extra` in the model alone; `mismatched` maps a
+    name to what differs in shape or type; `differences` are those of values; `cast` counts
+    tensors that were compared after a cast of the reference.
+    """
+
+    out: str
+    against: str
+    tensors: int = 0
+    nbytes: int = 0
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+    cast: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """True when model and reference are equal."""
+        return not (self.missing or self.extra or self.mismatched or self.differences)
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "ok": self.ok,
+            "out": self.out,
+            "against": self.against,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "missing": self.missing,
+            "extra": self.extra,
+            "mismatched": self.mismatched,
+            "compared_after_cast": self.cast,
+            "notes": self.notes,
+            "differences": [
+                {
+                    "name": d.name,
+                    "elements": d.size,
+                    "different": d.count,
+                    "max_abs": d.max_abs,
+                    "max_rel": d.max_rel,
+                    "first": list(d.first or ()),
+                }
+                for d in self.differences
+            ],
+        }
+
+    def lines(self) -> list[str]:
+        """The verdict for a person."""
+        text = [f"{'equal' if self.ok else 'NOT EQUAL'}: {self.out} against {self.against}, {self.tensors} tensors compared"]
+        if self.cast:
+            text.append(f"  {self.cast} tensors were compared after casting the reference to the model's type")
+        text += [f"  {note}" for note in self.notes]
+        for title, names in (("missing in the model", self.missing), ("only in the model", self.extra)):
+            if names:
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                text.append(f"  {title} ({len(names)}): {', '.join(names[:_SHOWN])}{more}")
+        text += [f"  {name}: {what}" for name, what in list(self.mismatched.items())[:_SHOWN]]
+        worst = sorted(self.differences, key=lambda d: -d.max_abs)
+        text += [f"  {difference}" for difference in worst[:_SHOWN]]
+        if len(worst) > _SHOWN:
+            text.append(f"  and {len(worst) - _SHOWN} more tensors differ")
+        return text
+
+
+def verify(  # noqa: PLR0913 - the public entry; all but two are keywords
+    out: str | os.PathLike[str],
+    against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    max_mem: int = 8_000_000_000,
+    workers: int | None = None,
+    tolerance: Tolerance | None = None,
+    opening: OpenOptions | None = None,
+    base_model: str | None = None,
+    observer: Observer | None = None,
+    stop: StopFlag | None = None,
+) -> Verdict:
+    """Compare the model folder `out` with a reference folder or a checkpoint, within `max_mem` bytes."""
+    observer, stop = observer or Silent(), stop or StopFlag()
+    observer(Phase("reading metadata"))
+    model = open_checkpoint([out], OpenOptions(format="hugging_face"))
+    paths = [against] if isinstance(against, (str, os.PathLike)) else list(against)
+    reference = open_checkpoint(paths, opening)
+    for catalog in (model, reference):
+        check_shards(catalog, catalog.tensors)
+    verdict = Verdict(os.fspath(out), os.fspath(paths[0]))
+    memory = plan_memory(max_mem, workers=workers, compare=True)
+    budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
+    encoding = Cast("keep")
+    with_source = LocalSource()
+    try:
+        prober = Prober(reference, with_source, encoding, budget, memory.segment, observer, stop)
+        wanted = _wanted(model, reference, base_model, prober, verdict)
+        pairs = _pairs(model, reference, wanted, verdict)
+        verdict.tensors, verdict.nbytes = len(pairs), sum(p.got.nbytes for p in pairs)
+        observer(Phase("comparing", verdict.nbytes))
+        verdict.differences = compare_pairs(
+            pairs,
+            lambda: Assembler(with_source, reference.files, encoding),
+            lambda: Assembler(with_source, model.files, encoding),
+            budget=budget,
+            segment_bytes=memory.segment,
+            observer=observer,
+            stop=stop,
+            tolerance=tolerance or Tolerance(),
+        )
+    finally:
+        with_source.close()
+    return verdict
+
+
+def _wanted(
+    model: Catalog, reference: Catalog, base_model: str | None, prober: Prober, verdict: Verdict
+) -> dict[str, Resolved]:
+    """What the model should hold, by name; drops a tied head that the model rightly left out."""
+    if reference.format == "hugging_face":
+        whole = [identity(name, tensor.shape) for name, tensor in reference.tensors.items()]
+        return {p.name: Resolved(p, resolve(reference, p)) for p in whole}
+    folder = _model_info(model, reference, base_model)
+    layouts: tuple[LayoutName, ...] = ("upstream", "as-is")
+    found: dict[str, Resolved] = {}
+    for layout in layouts:
+        try:
+            mapping = map_names(reference, folder, layout)
+        except MergeStreamError:
+            if layout == layouts[-1]:
+                raise
+            continue
+        found = {p.name: Resolved(p, resolve(reference, p)) for p in mapping.parameters}
+        for tie in mapping.ties:
+            absent = tie.name not in model.tensors and tie.twin in model.tensors
+            if absent and prober.same(tie.name, found[tie.name].source, found[tie.twin].source):
+                del found[tie.name]
+                verdict.notes.append(f"{tie.name} is left out of the model, rightly: it is equal to {tie.twin}")
+        if found.keys() == model.tensors.keys():
+            if layout == "as-is":
+                verdict.notes.append("the model has the trainer's names (--layout as-is)")
+            break
+    return found
+
+
+def _model_info(model: Catalog, reference: Catalog, base_model: str | None) -> ModelInfo:
+    for dirs in (reference.config_dirs, model.config_dirs):
+        try:
+            return find_model_folder(dirs, base_model, write_config=True).info
+        except CheckpointError:
+            continue
+    return ModelInfo(None)
+
+
+def _pairs(model: Catalog, reference: Catalog, wanted: dict[str, Resolved], verdict: Verdict) -> list[Pair]:
+    verdict.missing = [name for name in wanted if name not in model.tensors]
+    verdict.extra = [name for name in model.tensors if name not in wanted]
+    pairs = []
+    for name, want in wanted.items():
+        tensor = model.tensors.get(name)
+        if tensor is None:
+            continue
+        source, target = want.source.dtype, tensor.dtype
+        may_cast = reference.format != "hugging_face" and source.kind == target.kind == "float"
+        if tensor.shape != want.parameter.shape:
+            verdict.mismatched[name] = f"shape {list(tensor.shape)}, wanted {list(want.parameter.shape)}"
+        elif source != target and not may_cast:
+            verdict.mismatched[name] = f"type {target}, wanted {source}"
+        else:
+            verdict.cast += source != target
+            pairs.append(_pair(ParameterPlan(name, tensor.shape, want.source, target, 0, 0), tensor))
+    return pairs
+
+
+def _pair(wanted: ParameterPlan, tensor: TensorRef) -> Pair:
+    """The wanted parameter beside the model's tensor, which is one row-major run of its file."""
+    whole = Box.whole(wanted.source.view)
+    rows = [(whole, file, offset) for _, file, offset in map(tensor.shards.row, range(len(tensor.shards)))]
+    take = ResolvedTake(ShardTable.of(rows, len(wanted.source.view)), whole, whole)
+    got = Assembly(wanted.source.view, tensor.dtype, (take,))
+    return Pair(wanted.name, wanted, ParameterPlan(wanted.name, tensor.shape, got, tensor.dtype, 0, 0))
+
+
+def compare_with_plan(  # noqa: PLR0913, PLR0917 - the means of a comparison
+    plan: Plan,
+    model_dir: str,
+    encoding: Encoding,
+    budget: MemoryBudget,
+    segment_bytes: int,
+    observer: Observer,
+    stop: StopFlag,
+) -> None:
+    """Read the whole staged output and the source again; VerificationError when a value differs."""
+    model = open_checkpoint([model_dir], OpenOptions(format="hugging_face"))
+    source = LocalSource()
+    observer(Phase("verifying", sum(p.nbytes for p in plan.parameters)))
+    pairs = [_pair(p, model.tensors[p.name]) for p in plan.parameters]
+    try:
+        differences = compare_pairs(
+            pairs,
+            lambda: Assembler(source, plan.files, encoding),
+            lambda: Assembler(source, model.files, encoding),
+            budget=budget,
+            segment_bytes=segment_bytes,
+            observer=observer,
+            stop=stop,
+        )
+    finally:
+        source.close()
+    if differences:
+        text = "; ".join(str(d) for d in differences[:_SHOWN])
+        msg = f"{len(differences)} tensors of the written model differ from the source: {text}"
+        raise VerificationError(msg, hint="run again with --restart; if it stays, memory or disk is faulty, or it is a bug")
