@@ -25,7 +25,7 @@ from merge_stream.output.side_files import SidePlan, list_folder, plan_side_file
 from merge_stream.storage.base import FileEntry
 from merge_stream.storage.local import LocalTree
 
-__all__ = ["ModelFolder", "find_model_info"]
+__all__ = ["ModelFolder", "find_model_folder"]
 
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 50_000_000
@@ -48,7 +48,7 @@ class ModelFolder:
     notes: tuple[str, ...] = ()
 
 
-def find_model_info(config_dirs: Sequence[str], base_model: str | None, *, write_config: bool) -> ModelFolder:
+def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, write_config: bool) -> ModelFolder:
     """Read what is needed to name the tensors and to complete the folder; no tensor data.
 
     `write_config=False` (`--no-config`) means weights alone: the checkpoint's config is not
