@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -35,7 +36,8 @@ from merge_stream.output.hugging_face import finish_folder
 from merge_stream.output.model_info import ModelFolder, find_model_folder
 from merge_stream.output.place import OutputPlace, choose_place, commit, finish_interrupted_commit
 from merge_stream.planning.plan import Plan
-from merge_stream.planning.planner import Resolved, make_plan as place_parameters
+from merge_stream.planning.planner import Resolved
+from merge_stream.planning.planner import make_plan as place_parameters
 from merge_stream.planning.resolve import check_shards, resolve
 from merge_stream.report import Report
 from merge_stream.storage.local import LocalSource
@@ -104,7 +106,9 @@ def make_plan(
         if options.check_replicas:
             _probe_replicas(catalog, prober, options, warnings)
     if broken and options.strict:
-        raise CorruptCheckpointError(warnings[0], hint="without --strict both tensors are written and the tie is undone")
+        raise CorruptCheckpointError(
+            warnings[0], hint="without --strict both tensors are written and the tie is undone"
+        )
     plan = place_parameters(
         catalog,
         [r for name, r in resolved.items() if name not in dropped],
@@ -149,10 +153,15 @@ def _probe_replicas(catalog: Catalog, prober: Prober, options: MergeOptions, war
 
 
 def _remarks(resolved: dict[str, Resolved], options: MergeOptions) -> list[str]:
-    wide = sum(r.parameter.size * 4 for r in resolved.values() if r.source.dtype.name == "F32")
-    whole = sum(r.parameter.size * r.source.dtype.itemsize for r in resolved.values())
+    wide = sum(math.prod(r.parameter.shape) * 4 for r in resolved.values() if r.source.dtype.name == "F32")
+    whole = sum(math.prod(r.parameter.shape) * r.source.dtype.itemsize for r in resolved.values())
     if options.dtype == "keep" and wide > whole // 2:
-        return [f"the source is fp32; --dtype bf16 would write {format_bytes(whole - wide // 2)} instead of {format_bytes(whole)}"]
+        return [
+            (
+                f"the source is fp32; --dtype bf16 would write {format_bytes(whole - wide // 2)} "
+                f"instead of {format_bytes(whole)}"
+            )
+        ]
     return []
 
 
@@ -210,7 +219,9 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         written = finish_folder(job.plan, staging, job.folder)
         verified.append("headers, index and sizes were read back")
         if job.options.verify:
-            compare_with_plan(job.plan, place.model_dir, job.encoding, staged.budget, staged.memory.segment, observer, stop)
+            compare_with_plan(
+                job.plan, place.model_dir, job.encoding, staged.budget, staged.memory.segment, observer, stop
+            )
             verified.append("all values were read back and compared with the source")
         commit(place)
     finally:
@@ -250,7 +261,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
     )
 
 
-def merge(  # noqa: PLR0913 - the public entry; all but two are keywords
+def merge(
     checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     options: MergeOptions | None = None,
@@ -264,7 +275,11 @@ def merge(  # noqa: PLR0913 - the public entry; all but two are keywords
     options = options or MergeOptions()
     observer = observer or Silent()
     if finish_interrupted_commit(out):
-        observer(Warned(f"an earlier run was interrupted while it moved the finished model to {os.fspath(out)}; it is there now"))
+        observer(
+            Warned(
+                f"an earlier run was interrupted while it moved the finished model to {os.fspath(out)}; it is there now"
+            )
+        )
     choose_place(out, overwrite=options.overwrite, inputs=tuple(os.fspath(p) for p in paths))
     observer(Phase("reading metadata"))
     catalog = open_checkpoint(paths, opening)

@@ -40,7 +40,11 @@ class _Commands(click.Group):
         return super().parse_args(ctx, args)
 
 
-@click.group(cls=_Commands, context_settings=_SETTINGS, epilog="`merge-stream CKPT OUT` is short for `merge-stream merge CKPT OUT`.")
+@click.group(
+    cls=_Commands,
+    context_settings=_SETTINGS,
+    epilog="`merge-stream CKPT OUT` is short for `merge-stream merge CKPT OUT`.",
+)
 @click.version_option(package_name="merge-stream")
 def app() -> None:
     """Turn the sharded checkpoint of a distributed trainer into one Hugging Face model."""
@@ -105,14 +109,14 @@ def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
 def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     """Do everything a merge does before its first byte; fails where the merge would fail."""
     sources = [*given["inputs"], *paths[:1]] if paths else list(given["inputs"])
-    if not sources or len(paths) > 2:  # noqa: PLR2004 - CKPT OUT
+    if not sources or len(paths) > 2:
         msg = f"plan takes CKPT and, if it is to be checked too, OUT; got {len(paths)} paths"
         raise UsageError(msg)
     options = opt.merge_options({**given, "restart": False}, default_dtype="keep")
     with _run(given, options.max_mem) as (console, stop):
         from merge_stream.inspection import forecast
 
-        out = paths[1] if len(paths) == 2 else None  # noqa: PLR2004
+        out = paths[1] if len(paths) == 2 else None
         result = forecast(sources, out, options, opening=opt.open_options(given), observer=console, stop=stop)
     if given["as_json"]:
         _print_json(result.as_json())
@@ -122,8 +126,19 @@ def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
 
 @app.command(short_help="Compare a model with a reference model or a checkpoint.")
 @click.argument("out", metavar="OUT")
-@click.option("--against", multiple=True, required=True, metavar="REF_OR_CKPT", help="Reference folder or checkpoint; several for node-local parts.")
-@click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance; without tolerances bits must be equal.")
+@click.option(
+    "--against",
+    multiple=True,
+    required=True,
+    metavar="REF_OR_CKPT",
+    help="Reference folder or checkpoint; several for node-local parts.",
+)
+@click.option(
+    "--atol",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Absolute tolerance; without tolerances bits must be equal.",
+)
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
 @opt.opening
 @opt.memory
@@ -149,7 +164,7 @@ def test(**given: Any) -> None:  # noqa: ANN401
     _verify(verl.test_hf_dir, [verl.local_dir], 0.0, 0.0, given, remarks)
 
 
-def _verify(  # noqa: PLR0913, PLR0917 - one call's facts
+def _verify(  # noqa: PLR0917 - one call's facts
     out: str, against: list[str], atol: float, rtol: float, given: dict[str, Any], remarks: Sequence[str] = ()
 ) -> None:
     max_mem = opt.memory_bound(given)
@@ -206,7 +221,12 @@ def run(argv: Sequence[str]) -> int:
         _complain(f"{where}{error.strerror or error}", _os_hint(error), 1, as_json)
         return 1
     except MemoryError:
-        _complain("the system gave no more memory", "lower --max-mem, or raise the limit of the process (ulimit -v)", 4, as_json)
+        _complain(
+            "the system gave no more memory",
+            "lower --max-mem, or raise the limit of the process (ulimit -v)",
+            4,
+            as_json,
+        )
         return 4
     return 0
 

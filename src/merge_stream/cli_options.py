@@ -41,22 +41,48 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 opening = _all(
-    click.option("--input", "inputs", multiple=True, metavar="DIR", help="Further folder of the same checkpoint (node-local disks); repeatable."),
+    click.option(
+        "--input",
+        "inputs",
+        multiple=True,
+        metavar="DIR",
+        help="Further folder of the same checkpoint (node-local disks); repeatable.",
+    ),
     click.option("--format", "format_name", metavar="NAME", help="Format of the checkpoint; detected by default."),
     click.option("--root", metavar="KEY", help="Key of the sub-tree of a nested state dict that is the model."),
-    click.option("--mesh-dim-names", metavar="A,B", help="Names of the device mesh's dims, outermost first; labels only."),
-    click.option("--tp-first", is_flag=True, help="Tensor parallelism split first (FSDP2+TP saved by torch 2.3, which did not record it)."),
+    click.option(
+        "--mesh-dim-names", metavar="A,B", help="Names of the device mesh's dims, outermost first; labels only."
+    ),
+    click.option(
+        "--tp-first",
+        is_flag=True,
+        help="Tensor parallelism split first (FSDP2+TP saved by torch 2.3, which did not record it).",
+    ),
 )
 
 memory = _all(
-    click.option("--max-mem", metavar="SIZE", help="Bound of the whole process: 32G, 512M, 8GiB, 80%. Default: half of the memory there is."),
+    click.option(
+        "--max-mem",
+        metavar="SIZE",
+        help="Bound of the whole process: 32G, 512M, 8GiB, 80%. Default: half of the memory there is.",
+    ),
     click.option("--workers", type=click.IntRange(1, 64), metavar="N", help="Threads; default: the number of cores."),
 )
 
 planning = _all(
-    click.option("--base-model", metavar="DIR", help="Folder with config.json and tokenizer (and names) of the original model."),
-    click.option("--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), help="Type of floating tensors. Default: keep."),
-    click.option("--layout", type=click.Choice(["upstream", "as-is"]), default="upstream", show_default=True, help="Names of the original repository, or the trainer's own."),
+    click.option(
+        "--base-model", metavar="DIR", help="Folder with config.json and tokenizer (and names) of the original model."
+    ),
+    click.option(
+        "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), help="Type of floating tensors. Default: keep."
+    ),
+    click.option(
+        "--layout",
+        type=click.Choice(["upstream", "as-is"]),
+        default="upstream",
+        show_default=True,
+        help="Names of the original repository, or the trainer's own.",
+    ),
     click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest output file."),
     click.option("--no-config", is_flag=True, help="Write weights alone: no config.json, no tokenizer."),
     click.option("--check-replicas", is_flag=True, help="Compare stored copies of the same data bit by bit."),
@@ -121,7 +147,7 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
 
 
 def verl_options(given: Mapping[str, Any]) -> tuple[VerlOptions, list[str]]:
-    """verl's options and lines that explain those without a meaning here."""
+    """Verl's options and lines that explain those without a meaning here."""
     names = VerlOptions.__dataclass_fields__
     options = VerlOptions(**{name: given[name] for name in names})
     return options, explain_and_check(options)
@@ -135,7 +161,7 @@ def sources_and_out(paths: tuple[str, ...], given: Mapping[str, Any], verl: Verl
             msg = "verl's spelling needs --local_dir CKPT and no positional paths"
             raise UsageError(msg, hint="merge --backend fsdp --local_dir CKPT --target_dir OUT, or simply: CKPT OUT")
         return [verl.local_dir, *inputs], verl.target_dir or "tmp"
-    if len(paths) == 2:  # noqa: PLR2004 - CKPT OUT
+    if len(paths) == 2:
         return [paths[0], *inputs], paths[1]
     if len(paths) == 1 and inputs:
         return inputs, paths[0]

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from merge_stream.engine.events import Phase, Progress, Warned
 from merge_stream.engine.memory import resident
@@ -41,7 +41,7 @@ class Console:
         self._task: TaskID | None = None
         self._fancy = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from merge_stream.api import Job, check_disk, make_plan
 from merge_stream.engine.events import Observer
 from merge_stream.engine.executor import StopFlag
@@ -64,9 +62,15 @@ class Description:
         ]
         if self.ignored:
             text.append("  ignored     " + ", ".join(f"{count} {kind}" for kind, count in self.ignored.items()))
-        text.append("  config      " + (", ".join(self.config_dirs) or "none beside it: a merge needs --base-model DIR or --no-config"))
+        text.append(
+            "  config      "
+            + (", ".join(self.config_dirs) or "none beside it: a merge needs --base-model DIR or --no-config")
+        )
         text += [f"  note: {note}" for note in self.notes]
-        text += [f"    {name}  {dtype} {list(shape)}  {shards} shards" for name, (dtype, shape, shards) in self.tensors.items()]
+        text += [
+            f"    {name}  {dtype} {list(shape)}  {shards} shards"
+            for name, (dtype, shape, shards) in self.tensors.items()
+        ]
         return text
 
 
@@ -124,14 +128,14 @@ class Forecast:
         """For a person."""
         text = [
             f"{self.root} ({self.format}), names: {self.architecture}",
-            f"  writes      {self.tensors} tensors in {len(self.output_files)} files, {format_bytes(self.write_nbytes)}; "
-            f"{format_bytes(self.disk_free)} free on that disk",
+            f"  writes      {format_bytes(self.write_nbytes)}, {self.tensors} tensors, {len(self.output_files)} files",
+            f"  disk        {format_bytes(self.disk_free)} free where OUT goes",
             *(f"              {name}  {format_bytes(size)}" for name, size in list(self.output_files.items())[:10]),
             *([f"              and {len(self.output_files) - 10} more"] if len(self.output_files) > 10 else []),
             f"  side files  {', '.join(self.side_files) or 'none'}",
             f"  reads       {format_bytes(self.read_nbytes)}",
-            f"  peak memory {format_bytes(self.peak_memory)} of {format_bytes(self.allowed_memory)} allowed "
-            f"({self.workers} workers, segments of {format_bytes(self.segment_nbytes)})",
+            f"  peak memory {format_bytes(self.peak_memory)} of {format_bytes(self.allowed_memory)} allowed",
+            f"  workers     {self.workers}, with segments of {format_bytes(self.segment_nbytes)}",
             f"  time        about {format_duration(self.seconds)} (from a short read of the source; rough)",
             f"  coverage    {self.coverage}",
         ]
@@ -142,7 +146,7 @@ class Forecast:
         return text
 
 
-def forecast(  # noqa: PLR0913 - the options of a merge
+def forecast(
     paths: Sequence[str],
     out: str | None,
     options: MergeOptions,
@@ -152,12 +156,11 @@ def forecast(  # noqa: PLR0913 - the options of a merge
     stop: StopFlag,
 ) -> Forecast:
     """Everything a merge does before its first byte; raises where the merge would."""
-    if out is not None:
-        place = choose_place(out, overwrite=options.overwrite, inputs=tuple(paths))
+    place = choose_place(out, overwrite=options.overwrite, inputs=tuple(paths)) if out is not None else None
     catalog = open_checkpoint(paths, opening)
     job = make_plan(catalog, options, observer=observer, stop=stop)
     target = os.getcwd()
-    if out is not None:
+    if place is not None:
         check_disk(job, place)
         target = place.out
     while not os.path.exists(target):
@@ -194,10 +197,12 @@ def _read_rate(job: Job) -> float:
     if largest is None:
         return float(1 << 30)
     source = LocalSource()
-    buffer = memoryview(np.empty(1 << 20, dtype=np.uint8))
+    buffer = memoryview(bytearray(1 << 20))
     began, done = time.perf_counter(), 0
     try:
-        while done + len(buffer) <= min(largest.nbytes, _SAMPLE_BYTES) and time.perf_counter() - began < _SAMPLE_SECONDS:
+        while (
+            done + len(buffer) <= min(largest.nbytes, _SAMPLE_BYTES) and time.perf_counter() - began < _SAMPLE_SECONDS
+        ):
             source.read_into(largest.path, done, buffer)
             done += len(buffer)
     finally:

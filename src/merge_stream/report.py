@@ -51,15 +51,18 @@ class Report:
     def lines(self) -> list[str]:
         """The result for a person."""
         rate = (self.read_nbytes + self.written_nbytes) / self.seconds if self.seconds else 0.0
+        files = f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}"
+        before = f", {format_bytes(self.resumed_nbytes)} done before" if self.resumed_nbytes else ""
+        peak, projected, allowed = (format_bytes(self.memory.get(k, 0)) for k in ("peak", "projected", "allowed"))
         text = [
             f"wrote {self.out}",
-            f"  {self.tensors} tensors in {len(self.files)} file{'s' if len(self.files) != 1 else ''}, "
-            f"{format_bytes(self.output_nbytes)}, from {self.format} ({self.architecture} names, dtype {self.dtype})",
-            f"  read {format_bytes(self.read_nbytes)}, wrote {format_bytes(self.written_nbytes)}"
-            + (f", {format_bytes(self.resumed_nbytes)} done before" if self.resumed_nbytes else "")
-            + f" in {format_duration(self.seconds)} ({format_bytes(rate)}/s)",
-            f"  peak memory {format_bytes(self.memory.get('peak', 0))}, projected "
-            f"{format_bytes(self.memory.get('projected', 0))}, allowed {format_bytes(self.memory.get('allowed', 0))}",
+            f"  {self.tensors} tensors in {files}, {format_bytes(self.output_nbytes)}, dtype {self.dtype}",
+            f"  from {self.format}, {self.architecture} names",
+            (
+                f"  read {format_bytes(self.read_nbytes)}, wrote {format_bytes(self.written_nbytes)}{before} "
+                f"in {format_duration(self.seconds)} ({format_bytes(rate)}/s)"
+            ),
+            f"  peak memory {peak}, projected {projected}, allowed {allowed}",
             "  verified: " + "; ".join(self.verified),
         ]
         if self.dropped:

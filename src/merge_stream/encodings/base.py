@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from merge_stream.tensors.dtype import DType
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["Encoding"]
 
 
 class Encoding(Protocol):
-    """Element type of the output, decided parameter by parameter. Called in this order:
+    """Element type of the output, decided parameter by parameter.
+
+    Called in this order:
 
     1. `target(name, source)` at plan time, once for each parameter.
     2. `encode(values, out)` for each tile, from several threads at once. `values` is a flat

@@ -32,7 +32,7 @@ class Cast:
     def encode(self, values: np.ndarray, out: np.ndarray) -> int:
         """Cast into `out`; returns the number of finite values that became infinite."""
         with np.errstate(over="ignore", invalid="ignore"):
-            if values.dtype.itemsize == 8 and out.dtype.itemsize == 2:  # noqa: PLR2004 - fp64, as torch: through fp32
+            if values.dtype.itemsize == 8 and out.dtype.itemsize == 2:
                 values = values.astype(np.float32)
             np.copyto(out, values, casting="unsafe")
             if out.dtype == np.float16 and values.dtype != np.float16:

@@ -62,20 +62,6 @@ class Assembler:
                 self.overflows[parameter.name] = self.overflows.get(parameter.name, 0) + lost
         lease.rewind(mark)
 
-    def will_need(self, parameter: ParameterPlan, box: Box) -> None:
-        """Tell the source which extents `tile` is going to read."""
-        itemsize = parameter.source.dtype.itemsize
-        for take in parameter.source.takes:
-            if take.permute or (part := take.dest_box & box) is None:
-                continue
-            wanted = part.shifted(_minus(take.source_box.start, take.dest_box.start))
-            for k in _rows(take.table, wanted):
-                shard, file, offset = take.table.row(k)
-                region = shard & wanted
-                if region is not None:
-                    first, stop = _bounds(region, shard)
-                    self._source.will_need(self._paths[file], offset + first * itemsize, (stop - first) * itemsize)
-
     def _fill(self, takes: Sequence[ResolvedTake], box: Box, itemsize: int, values: np.ndarray, lease: Lease) -> None:
         for take in takes:
             part = take.dest_box & box
@@ -99,7 +85,7 @@ class Assembler:
                     continue
                 self._place(take, part, wanted, region, (shard, file, offset), (box, itemsize, values, lease))
 
-    def _place(
+    def _place(  # noqa: PLR0917 - one region of one shard, and where it goes
         self,
         take: ResolvedTake,
         part: Box,
@@ -126,7 +112,7 @@ class Assembler:
         view = view[region.slices(wanted.start)]
         self._read_region(file, offset, held, region, itemsize, view, lease)
 
-    def _read_region(  # noqa: PLR0913, PLR0917 - one region of one shard into one view
+    def _read_region(  # noqa: PLR0917 - one region of one shard into one view
         self, file: int, offset: int, held: Box, region: Box, itemsize: int, view: np.ndarray, lease: Lease
     ) -> None:
         """Read a region of a row-major shard into a strided view of the region's shape."""
@@ -151,7 +137,7 @@ class Assembler:
         self._read_region(file, offset, held, upper, itemsize, view[(*head, slice(cut, None))], lease)
 
     def _read(self, file: int, offset: int, into: np.ndarray) -> None:
-        self._source.read_into(self._paths[file], offset, memoryview(into))
+        self._source.read_into(self._paths[file], offset, into.data)
         self.read_nbytes += len(into)
 
 

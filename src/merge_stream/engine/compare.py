@@ -69,7 +69,7 @@ class Difference:
         )
 
 
-def compare_pairs(  # noqa: PLR0913 - two sides and the means to read them
+def compare_pairs(
     pairs: Sequence[Pair],
     wanted: Callable[[], Assembler],
     got: Callable[[], Assembler],
@@ -133,7 +133,7 @@ def _same(x: np.ndarray, y: np.ndarray) -> bool:
     )
 
 
-def _measure(  # noqa: PLR0913, PLR0917 - numbers of one tile
+def _measure(  # noqa: PLR0917 - numbers of one tile
     x: np.ndarray,
     y: np.ndarray,
     dtype: DType,

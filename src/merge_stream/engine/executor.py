@@ -59,7 +59,7 @@ class Executed:
     overflows: dict[str, int] = field(default_factory=dict)
 
 
-def execute(  # noqa: PLR0913 - the parts of a run, each independent
+def execute(
     plan: Plan,
     staging: StagingArea,
     source: ByteSource,
@@ -113,7 +113,7 @@ def assemble_segment(plan: Plan, segment: Segment, assembler: Assembler, lease: 
     for tile in segment.tiles:
         at = tile.start - segment.start
         assembler.tile(plan.parameters[tile.parameter], tile.box, out[at : at + tile.nbytes], lease)
-    return memoryview(out)
+    return out.data
 
 
 def run_workers(items: Iterable[T], worker: Callable[[Iterator[T]], None], count: int, stop: StopFlag) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Self
 
 import psutil
 
@@ -44,7 +45,7 @@ class Governor:
         self.peak = 0
         self.parked = 0
 
-    def __enter__(self) -> Governor:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -95,15 +95,15 @@ def _cgroup_files() -> list[str]:
     """Limit files of this process's cgroups and all their ancestors, v1 and v2."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
-            lines = [line.strip().split(":", 2) for line in file if line.count(":") >= 2]  # noqa: PLR2004
+            lines = [line.strip().split(":", 2) for line in file if line.count(":") >= 2]
     except OSError:
         return []
     files = []
     for _, controllers, path in lines:
         if controllers == "":
-            root, names = "/sys/fs/cgroup", ("memory.max", "memory.high")
+            root, names = "/sys/fs/cgroup", ["memory.max", "memory.high"]
         elif "memory" in controllers.split(","):
-            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes",)
+            root, names = "/sys/fs/cgroup/memory", ["memory.limit_in_bytes"]
         else:
             continue
         folder = path.strip("/")

@@ -37,7 +37,9 @@ _MOST_UNSYNCED = 4 * _FLUSH_BYTES
 
 
 class StagingArea(Protocol):
-    """Where assembled bytes wait for their commit. Called in this order:
+    """Where assembled bytes wait for their commit.
+
+    Called in this order:
 
     1. `done` says what earlier runs finished.
     2. `write` for each group of ranges, from several threads.

@@ -26,7 +26,9 @@ class Detection:
 
 
 class CheckpointFormat(Protocol):
-    """One trainer's on-disk convention. Called in this order, once each:
+    """One trainer's on-disk convention.
+
+    Called in this order, once each:
 
     1. `detect(tree)` looks at names, and at most at a few bytes; None when it is not this format.
        It may raise when the folder is clearly meant but unusable (says what to do).

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from merge_stream.containers.safetensors_file import read_header
 from merge_stream.engine.staging import DirectStaging
 from merge_stream.errors import VerificationError
-from merge_stream.output.config_patch import OutputTensor, patch_config
+from merge_stream.output.config_patch import OutputTensor, holds_quantized, patch_config
 from merge_stream.output.index import INDEX_NAME, build_index
 from merge_stream.output.model_info import ModelFolder
 from merge_stream.output.side_files import copy_side_files
@@ -36,10 +36,11 @@ def finish_folder(plan: Plan, staging: DirectStaging, folder: ModelFolder) -> Fi
     """Check the staged weights and write everything that stands beside them."""
     _check_journal(plan, staging)
     _check_headers(plan, staging.model_dir)
-    copy_side_files(folder.side_files, staging.model_dir)
+    tensors = [OutputTensor(p.name, p.dtype, p.size) for p in plan.parameters]
+    side_files = folder.side_files.for_quantized() if holds_quantized(tensors) else folder.side_files
+    copy_side_files(side_files, staging.model_dir)
     notes: tuple[str, ...] = ()
     if folder.config_bytes is not None:
-        tensors = [OutputTensor(p.name, p.dtype, p.size) for p in plan.parameters]
         patched = patch_config(folder.config_bytes, tensors, untied=bool(plan.broken_ties))
         notes = patched.notes
         _write(os.path.join(staging.model_dir, "config.json"), patched.data)
@@ -49,7 +50,7 @@ def finish_folder(plan: Plan, staging: DirectStaging, folder: ModelFolder) -> Fi
         size = sum(p.nbytes for p in plan.parameters)
         count = sum(math.prod(p.shape) for p in plan.parameters)
         _write(index, build_index(weight_map, total_size=size, total_parameters=count))
-    return Finished({f.name: f.origin for f in folder.side_files.files}, notes)
+    return Finished({f.name: f.origin for f in side_files.files}, notes)
 
 
 def _check_journal(plan: Plan, staging: DirectStaging) -> None:

@@ -79,7 +79,7 @@ def _check_replaceable(path: str, entries: set[str]) -> None:
     is_model = "config.json" in entries or any(e.endswith((".safetensors", ".index.json")) for e in entries)
     strange = sorted(e for e in entries if os.path.isdir(os.path.join(path, e)) and e not in {"lora_adapter", ".cache"})
     if not is_model or strange:
-        found = f"the folder {strange[0]}" if strange else f"{sorted(entries)[0]} and no model"
+        found = f"the folder {strange[0]}" if strange else f"{min(entries)} and no model"
         msg = f"--overwrite would delete {path}, which holds {found}"
         raise OutputExistsError(msg, hint="only a folder with a model and nothing else is replaced; remove it yourself")
     if os.path.lexists(path + ".old"):
@@ -134,7 +134,7 @@ def _rename(place: OutputPlace) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """fsync of a folder's entries; file systems that cannot are left as they are."""
+    """Fsync of a folder's entries; file systems that cannot are left as they are."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -57,7 +57,9 @@ def _line_fault(dim: int, shape: tuple[int, ...], start: np.ndarray, stop: np.nd
     wanted, got = int(expected[k]), int(found[k])
     if got > wanted:
         return f"indices {wanted} to {got - 1} of dim {dim} (size {shape[dim]}) are in no shard"
-    return f"indices {got} to {min(wanted, int(ends[min(k, len(ends) - 1)])) - 1} of dim {dim} are in more than one shard"
+    return (
+        f"indices {got} to {min(wanted, int(ends[min(k, len(ends) - 1)])) - 1} of dim {dim} are in more than one shard"
+    )
 
 
 def _first_overlap(start: np.ndarray, stop: np.ndarray) -> tuple[int, int] | None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from merge_stream.containers.safetensors_file import HeaderEntry, build_header
-from merge_stream.errors import CorruptCheckpointError
 from merge_stream.encodings.base import Encoding
+from merge_stream.errors import CorruptCheckpointError
 from merge_stream.options import MergeOptions
 from merge_stream.planning.layout import Placed, file_name, split_in_files
 from merge_stream.planning.plan import Assembly, OutputFile, ParameterPlan, Plan
@@ -31,7 +31,7 @@ class Resolved:
     source: Assembly
 
 
-def make_plan(  # noqa: PLR0913 - the facts of a plan, each from another step
+def make_plan(
     catalog: Catalog,
     resolved: Sequence[Resolved],
     encoding: Encoding,
@@ -59,7 +59,9 @@ def make_plan(  # noqa: PLR0913 - the facts of a plan, each from another step
         names = [r.parameter.name for r in resolved]
         twice = next(n for n in names if names.count(n) > 1)
         msg = f"two sources would be written as {twice}"
-        raise CorruptCheckpointError(msg, hint="the naming rules do not fit this model; --layout as-is merges it unnamed")
+        raise CorruptCheckpointError(
+            msg, hint="the naming rules do not fit this model; --layout as-is merges it unnamed"
+        )
     placed = [
         Placed(name, dtypes[name], math.prod(r.parameter.shape) * dtypes[name].itemsize) for name, r in by_name.items()
     ]

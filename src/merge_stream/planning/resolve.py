@@ -38,7 +38,9 @@ def check_shards(catalog: Catalog, names: Iterable[str]) -> None:
                 raise IncompleteShardsError(
                     where, hint="a shard file is missing or stale: pass all files of one save (several --input folders)"
                 )
-            raise CorruptCheckpointError(where, hint="the shards contradict each other; files of two saves may be mixed")
+            raise CorruptCheckpointError(
+                where, hint="the shards contradict each other; files of two saves may be mixed"
+            )
         for part in (table, tensor.replicas):
             if part is not None and len(part):
                 _check_extents(catalog, tensor, part, sizes)
@@ -56,7 +58,7 @@ def _check_extents(catalog: Catalog, tensor: TensorRef, table: ShardTable, sizes
 
 def _holders(catalog: Catalog, tensor: TensorRef) -> str:
     names = sorted({catalog.files[k].name for k in np.unique(tensor.shards.file).tolist()})
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")  # noqa: PLR2004
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return f"shards are in {shown}" if names else "no file holds a shard"
 
 
@@ -77,7 +79,9 @@ def resolve(catalog: Catalog, parameter: Parameter) -> Assembly:
         fault = tiling_fault(parameter.view, start, stop)
     if fault is not None:
         msg = f"{parameter.name} {list(parameter.shape)} is not made of its sources exactly once: {fault}"
-        raise CorruptCheckpointError(msg, hint="the naming rules do not fit this model; --layout as-is merges it unnamed")
+        raise CorruptCheckpointError(
+            msg, hint="the naming rules do not fit this model; --layout as-is merges it unnamed"
+        )
     return Assembly(parameter.view, dtypes.pop(), takes)
 
 

@@ -61,10 +61,6 @@ class ByteSource(Protocol):
         """Fill `buffer` from `offset`; TruncatedFileError when the file ends before."""
         ...
 
-    def will_need(self, path: str, offset: int, nbytes: int) -> None:
-        """Tell that this range is read soon; may do nothing."""
-        ...
-
     def close(self) -> None:
         """Close what is open."""
         ...

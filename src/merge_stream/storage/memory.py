@@ -58,9 +58,6 @@ class MemorySource:
             raise TruncatedFileError(msg)
         buffer[:] = data[offset : offset + len(buffer)]
 
-    def will_need(self, path: str, offset: int, nbytes: int) -> None:
-        """Nothing to do."""
-
     def close(self) -> None:
         """Nothing to do."""
 

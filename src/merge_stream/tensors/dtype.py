@@ -8,7 +8,7 @@ only when values are needed. Moving bytes never needs it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,15 +34,17 @@ class DType:
     itemsize: int
     kind: Kind
 
-    def numpy(self) -> np.dtype:
+    def numpy(self) -> np.dtype[Any]:
         """The numpy dtype of the values (through ml_dtypes where numpy has none)."""
         import numpy as np
 
         if self.torch_name in _ML_DTYPES:
             import ml_dtypes
 
-            return np.dtype(getattr(ml_dtypes, _ML_DTYPES[self.torch_name]))
-        return np.dtype("bool" if self.kind == "bool" else self.torch_name)
+            special: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _ML_DTYPES[self.torch_name]))
+            return special
+        plain: np.dtype[Any] = np.dtype("bool" if self.kind == "bool" else self.torch_name)
+        return plain
 
     def __str__(self) -> str:
         return self.name
@@ -82,7 +84,13 @@ DTYPES: tuple[DType, ...] = (
 _BY_NAME = {d.name: d for d in DTYPES}
 _BY_TORCH = {d.torch_name: d for d in DTYPES} | {
     alias: next(d for d in DTYPES if d.torch_name == name)
-    for alias, name in {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32"}.items()
+    for alias, name in {
+        "float": "float32",
+        "double": "float64",
+        "half": "float16",
+        "long": "int64",
+        "int": "int32",
+    }.items()
 }
 _BY_STORAGE = {d.storage: d for d in DTYPES if d.storage}
 
