@@ -49,6 +49,10 @@ _UNSAFE_MODULES = frozenset({
     "timeit", "trace", "types", "urllib", "urllib2", "venv", "webbrowser", "winreg", "xmlrpc", "zipimport",
 })  # fmt: skip
 _ERRORS = (pickle.UnpicklingError, EOFError, ArithmeticError, ValueError, LookupError, AttributeError, TypeError)
+# data all the same: seen in Megatron's common.pt (args) and in TransformerEngine's _extra_state
+_SAFE_NAMES = frozenset(
+    {"signal.Signals", "signal.Handlers", "_io.BytesIO", "io.BytesIO", "types.SimpleNamespace", "types.NoneType"}
+)
 _UNSAFE_PREFIXES = ("torch.hub", "torch.utils.cpp_extension", "torch._inductor", "numpy.f2py", "numpy.testing")
 _UNSAFE_NAMES = frozenset({"torch.load", "torch.serialization.load", "torch.jit.load"})
 
@@ -190,6 +194,8 @@ class _Unpickler(pickle.Unpickler):
         top = module.partition(".")[0]
         if module in _BUILTIN_MODULES:
             unsafe = name.partition(".")[0] not in _BUILTINS
+        elif dotted in _SAFE_NAMES:
+            unsafe = False
         else:
             unsafe = top in _UNSAFE_MODULES or dotted in _UNSAFE_NAMES or module.startswith(_UNSAFE_PREFIXES)
         if unsafe:
