@@ -1,0 +1,248 @@
+"""PyTorch distributed checkpoints (DCP): `.metadata` + `*.distcp`.
+
+    .metadata                          which tensor has which chunks, and where each chunk lies
+    __0.metadata, __1.metadata ...     the same, one for each rank (`use_collectives=False`): united here
+    __R_i.distcp                       chunks one after another; each is a whole torch.save file
+
+One format for plain `dcp.save`, accelerate's `pytorch_model_fsdp_0/`, torchtitan's `step-N/` and VeOmni:
+they differ in the container (see `_roots`) and in what stands beside the model. Optimizer state,
+schedulers, random states and Python values are counted by name and never read.
+
+Of each chunk the head is read (its pickle and the place of its data); equal heads of chunks of equal
+length say the same and are looked up. A name in the metadata only selects a file of the folder.
+
+Facts (torch 2.3 to 2.13; fsdp_formats.md 5.4): a replicated tensor is written once, spread over
+ranks; an empty local shard is a chunk of size zero whose offset is the tensor's size; `length` and
+`offset` of a chunk are exact; `transform_descriptors` is there only with extensions (zstd). A folder
+of Megatron's `torch_dist` looks the same and names its parameters otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from merge_stream.errors import (
+    CorruptCheckpointError,
+    IncompleteShardsError,
+    TruncatedFileError,
+    UnknownFormatError,
+    UnsupportedError,
+)
+from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
+from merge_stream.formats._dcp_chunks import ChunkReader
+from merge_stream.formats._dcp_metadata import DcpMetadata, StoredChunk, metadata_files, read_metadata
+from merge_stream.formats._names import noise_kind
+from merge_stream.formats._roots import Selection, naming_of, select_model
+from merge_stream.formats.base import CheckpointFormat, Detection
+from merge_stream.options import OpenOptions
+from merge_stream.storage.base import ByteTree
+from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
+
+__all__ = ["MEMBER", "Dcp"]
+
+_DETECT_LIMIT = 4_000_000  # metadata above it is not read to detect a folder
+_OPTIMIZER_FOLDER = re.compile(r"(optimizer|optim)(_\d+)?")
+_MEGATRON = re.compile(r"(self_attention\.linear_qkv|mlp\.linear_fc1|embedding\.word_embeddings)\b")
+Ints = tuple[int, ...]
+_Row = tuple[Ints, Ints, int, int]  # offset and size of the box, file, byte offset
+
+_NODES = "with node-local disks give every node's folder: --input A --input B; else copy the file again"
+
+
+class Dcp:
+    """A folder with `.metadata` (or `__R.metadata`) and `*.distcp`."""
+
+    name = "dcp"
+    summary = "PyTorch distributed checkpoint (.metadata + *.distcp): FSDP, accelerate, torchtitan, VeOmni"
+
+    def detect(self, tree: ByteTree) -> Detection | None:
+        """By file names; small metadata is read to leave out folders without any model tensor."""
+        files = metadata_files(tree)
+        if not files:
+            return None
+        count = sum(name.endswith(".distcp") and "/" not in name for name in tree.files)
+        evidence = f"{listed(files, most=2)} and {count} files *.distcp"
+        if _is_megatron_folder(tree):
+            return Detection(f"{evidence}, of Megatron", rank=10)
+        if sum(tree.files[name].nbytes for name in files) > _DETECT_LIMIT:
+            folder = tree.label.rstrip("/").rpartition("/")[2]
+            return None if _OPTIMIZER_FOLDER.fullmatch(folder) else Detection(evidence, rank=60)
+        meta = read_metadata(tree)
+        model = any(noise_kind(".".join(meta.path(name))) is None for name in meta.tensors)
+        return Detection(evidence, rank=60) if model else None
+
+    def open(self, tree: ByteTree, options: OpenOptions) -> Catalog:
+        """Every model tensor with the place of each chunk."""
+        if not metadata_files(tree):
+            raise UnknownFormatError(f"{tree.label} holds no .metadata", hint=_NODES)
+        if _is_megatron_folder(tree):
+            _refuse_megatron(tree, "common.pt or sharded_backend in metadata.json")
+        meta = read_metadata(tree)
+        selection = select_model({name: meta.path(name) for name in meta.tensors}, options.root, tree.label)
+        if not selection.names:
+            raise UnknownFormatError(
+                f"{tree.label} is a DCP folder without model tensors: {dict(selection.ignored)}",
+                hint="it holds the optimizer's state; pass the folder of the model",
+            )
+        _refuse_what_is_no_model(tree, selection)
+        clean = clean_names(selection.names.values(), tree.label)
+        table = FileTable(tree)
+        chunks = _ModelChunks(tree, meta, selection.names, table)
+        tensors = {}
+        for key, name in selection.names.items():
+            tensors[clean[name]] = chunks.tensor(key, clean[name])
+        return Catalog(
+            format=self.name,
+            root=tree.label,
+            tensors=tensors,
+            files=table.files,
+            facts={
+                "metadata files": len(metadata_files(tree)),
+                "metadata version": meta.version or "none (torch before 2.9)",
+                "container": selection.root or "none",
+                "chunks": chunks.count,
+            },
+            ignored=selection.ignored + _values(meta),
+            notes=selection.notes,
+            naming=naming_of(tensors.keys()),
+            config_dirs=config_dirs(tree),
+            metadata_nbytes=meta.nbytes + chunks.read_nbytes,
+        )
+
+
+class _ModelChunks:
+    """The chunks of the model's tensors: checked against files and tensor, read in the order of the disk."""
+
+    def __init__(self, tree: ByteTree, meta: DcpMetadata, keys: Iterable[str], table: FileTable) -> None:
+        self._tree = tree
+        self._table = table
+        self._entries = {key: meta.tensors[key] for key in keys}
+        self._stored = {key: self._checked(key, meta.stored.get(key, ())) for key in self._entries}
+        wanted = [(chunk, key) for key, chunks in self._stored.items() for chunk in chunks]
+        _check_files(tree, [chunk for chunk, _ in wanted])
+        wanted.sort(key=lambda item: (item[0].file, item[0].start))
+        reader = ChunkReader(tree)
+        self._places = {(c.file, c.start): reader.place(c.file, c.start, c.nbytes, tensor=key) for c, key in wanted}
+        self.count = len(wanted)
+        self.read_nbytes = reader.read_nbytes
+
+    def _checked(self, key: str, stored: Iterable[StoredChunk]) -> list[StoredChunk]:
+        """The stored chunks that hold elements; every chunk of the tensor must be among them."""
+        entry, result = self._entries[key], []
+        found: set[Ints] = set()
+        for chunk in stored:
+            if chunk.offsets in entry.chunks:
+                found.add(chunk.offsets)
+                result.append(chunk)
+            elif chunk.offsets not in entry.empty:
+                raise CorruptCheckpointError(
+                    f"{self._tree.label}: a chunk of {key!r} is stored at {list(chunk.offsets)} in {chunk.file!r}, "
+                    "but the metadata lists no chunk there"
+                )
+        if len(found) < len(entry.chunks):
+            lost = [list(offsets) for offsets in entry.chunks if offsets not in found]
+            raise IncompleteShardsError(
+                f"{self._tree.label}: the metadata does not say where {len(lost)} chunks of {key!r} are stored, "
+                f"the first at {lost[0]}",
+                hint="a metadata file is missing or damaged",
+            )
+        return result
+
+    def tensor(self, key: str, name: str) -> TensorRef:
+        """The tensor; the first stored copy of a chunk is a shard, further ones are replicas."""
+        entry = self._entries[key]
+        shards: list[_Row] = []
+        replicas: list[_Row] = []
+        seen: set[Ints] = set()
+        for chunk in self._stored[key]:
+            place, size = self._places[chunk.file, chunk.start], entry.chunks[chunk.offsets]
+            if place.shape != size or place.dtype is not entry.dtype:
+                if chunk.offsets in entry.empty and 0 in place.shape:
+                    continue  # a chunk of size zero at the same offset
+                raise CorruptCheckpointError(
+                    f"{self._tree.label}/{chunk.file}: the chunk of {key!r} at byte {chunk.start} is "
+                    f"{place.dtype} {list(place.shape)}, the metadata says {entry.dtype} {list(size)}",
+                    hint="metadata and data are of two different saves",
+                )
+            rows = replicas if chunk.offsets in seen else shards
+            rows.append((chunk.offsets, size, self._table.index(chunk.file), place.offset))
+            seen.add(chunk.offsets)
+        ndim = len(entry.size)
+        return TensorRef(
+            name, entry.dtype, entry.size, _table_of(shards, ndim), _table_of(replicas, ndim) if replicas else None
+        )
+
+
+def _table_of(rows: list[_Row], ndim: int) -> ShardTable:
+    start = np.array([row[0] for row in rows], dtype=np.int64).reshape(len(rows), ndim)
+    size = np.array([row[1] for row in rows], dtype=np.int64).reshape(len(rows), ndim)
+    return ShardTable(
+        start,
+        start + size,
+        np.array([row[2] for row in rows], dtype=np.int32),
+        np.array([row[3] for row in rows], dtype=np.int64),
+    )
+
+
+def _check_files(tree: ByteTree, chunks: Iterable[StoredChunk]) -> None:
+    """Every file is in the folder and long enough."""
+    ends: dict[str, int] = {}
+    for chunk in chunks:
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.nbytes)
+    missing = sorted(name for name in ends if name not in tree.files)
+    if outside := [name for name in missing if name.startswith("/") or ".." in name.split("/")]:
+        raise CorruptCheckpointError(
+            f"{tree.label}: the metadata points out of the folder, to {listed(map(repr, outside))}",
+            hint="this is no trainer's file; do not load it with torch",
+        )
+    if missing:
+        raise IncompleteShardsError(
+            f"{tree.label} lacks {len(missing)} of {len(ends)} files that the metadata names: {listed(missing)}",
+            hint=_NODES,
+        )
+    for name, end in ends.items():
+        if end > tree.files[name].nbytes:
+            raise TruncatedFileError(
+                f"{tree.label}/{name} has {tree.files[name].nbytes} bytes, its chunks end at byte {end}",
+                hint="the file is cut or was not copied whole: copy it again",
+            )
+
+
+def _values(meta: DcpMetadata) -> Counter[str]:
+    """Python values beside the tensors by kind."""
+    return Counter(noise_kind(".".join(meta.path(name))) or "Python value" for name in meta.values)
+
+
+def _is_megatron_folder(tree: ByteTree) -> bool:
+    return "common.pt" in tree.files or (
+        "metadata.json" in tree.files
+        and tree.files["metadata.json"].nbytes < 1 << 20
+        and b"sharded_backend" in tree.read("metadata.json")
+    )
+
+
+def _refuse_what_is_no_model(tree: ByteTree, selection: Selection) -> None:
+    """Flat parameters and Megatron's names, which would make a model that nothing loads."""
+    for name in selection.names.values():
+        if name.rpartition(".")[2] in {"_flat_param", "flat_param"}:
+            raise UnsupportedError(
+                f"{tree.label} holds FSDP1 flat parameters ({name!r}): LOCAL_STATE_DICT keeps no names, shapes or "
+                "order of the parameters inside, so they cannot be split",
+                hint="save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
+        if _MEGATRON.search(name):
+            _refuse_megatron(tree, repr(name))
+
+
+def _refuse_megatron(tree: ByteTree, sign: str) -> None:
+    raise UnsupportedError(
+        f"{tree.label} is a Megatron distributed checkpoint ({sign}); reading megatron checkpoints comes later",
+        hint="convert it with Megatron's own tools meanwhile",
+    )
+
+
+MEMBER: CheckpointFormat = Dcp()
