@@ -40,7 +40,7 @@ def parse_memory(text: str, *, total: int) -> int:
         share = float(text[:-1])
     except ValueError:
         share = -1.0
-    if not 0 < share <= 100:  # noqa: PLR2004 - a percentage
+    if not 0 < share <= 100:
         msg = f"{text!r} is not a share of memory"
         raise UsageError(msg, hint="write a percentage above 0% and up to 100%, or a size such as 32G")
     return int(total * share / 100)
@@ -50,21 +50,21 @@ def format_bytes(size: float) -> str:
     """A size for people: "3.60 GB", decimal units, three significant digits."""
     value, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB", "PB"):
-        if abs(value) < 999.5:  # noqa: PLR2004 - would print as 1000
+        if abs(value) < 999.5:
             break
         value, unit = value / 1000, larger
     if unit == "B":
         return f"{int(value)} B"
-    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0  # noqa: PLR2004 - three digits
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
 
 
 def format_duration(seconds: float) -> str:
     """A duration for people: "0.8 s", "2 min 05 s", "3 h 20 min"."""
-    if seconds < 60:  # noqa: PLR2004
+    if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:  # noqa: PLR2004
+    if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"

@@ -56,8 +56,4 @@ def explain_and_check(given: VerlOptions) -> list[str]:
     if given.hf_upload_path is not None or given.private:
         msg = "--hf_upload_path: uploading to the Hub is not part of this version"
         raise UnsupportedError(msg, hint="merge first, then `hf upload REPO OUT` with the huggingface_hub client")
-    return [
-        f"--{name} has no effect: {why}"
-        for name, why in _MEANINGLESS.items()
-        if getattr(given, name)
-    ]
+    return [f"--{name} has no effect: {why}" for name, why in _MEANINGLESS.items() if getattr(given, name)]

@@ -93,7 +93,9 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """The verdict for a person."""
-        text = [f"{'equal' if self.ok else 'NOT EQUAL'}: {self.out} against {self.against}, {self.tensors} tensors compared"]
+        text = [
+            f"{'equal' if self.ok else 'NOT EQUAL'}: {self.out} against {self.against}, {self.tensors} tensors compared"
+        ]
         if self.cast:
             text.append(f"  {self.cast} tensors were compared after casting the reference to the model's type")
         text += [f"  {note}" for note in self.notes]
@@ -109,7 +111,7 @@ class Verdict:
         return text
 
 
-def verify(  # noqa: PLR0913 - the public entry; all but two are keywords
+def verify(
     out: str | os.PathLike[str],
     against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
@@ -223,7 +225,7 @@ def _pair(wanted: ParameterPlan, tensor: TensorRef) -> Pair:
     return Pair(wanted.name, wanted, ParameterPlan(wanted.name, tensor.shape, got, tensor.dtype, 0, 0))
 
 
-def compare_with_plan(  # noqa: PLR0913, PLR0917 - the means of a comparison
+def compare_with_plan(  # noqa: PLR0917 - the means of a comparison
     plan: Plan,
     model_dir: str,
     encoding: Encoding,
@@ -252,4 +254,6 @@ def compare_with_plan(  # noqa: PLR0913, PLR0917 - the means of a comparison
     if differences:
         text = "; ".join(str(d) for d in differences[:_SHOWN])
         msg = f"{len(differences)} tensors of the written model differ from the source: {text}"
-        raise VerificationError(msg, hint="run again with --restart; if it stays, memory or disk is faulty, or it is a bug")
+        raise VerificationError(
+            msg, hint="run again with --restart; if it stays, memory or disk is faulty, or it is a bug"
+        )
