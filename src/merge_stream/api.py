@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from merge_stream.architectures.naming import map_names
+from merge_stream.architectures.precision import names_kept_wide
 from merge_stream.encodings.cast import Cast, encoding_for
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.events import Observer, Phase, Silent, Warned
@@ -109,12 +110,21 @@ def make_plan(
         raise CorruptCheckpointError(
             warnings[0], hint="without --strict both tensors are written and the tie is undone"
         )
+    kept = [name for name in resolved if name not in dropped]
+    wide = names_kept_wide(kept, folder.info) if options.dtype in {"bf16", "fp16"} else frozenset[str]()
     plan = place_parameters(
         catalog,
-        [r for name, r in resolved.items() if name not in dropped],
+        [resolved[name] for name in kept],
         encoding,
         options,
-        notes=(*catalog.notes, *mapping.notes, *folder.notes, *_remarks(resolved, options)),
+        keep_wide=wide,
+        notes=(
+            *catalog.notes,
+            *mapping.notes,
+            *folder.notes,
+            *_remarks(resolved, options),
+            *_wide_remark(wide, options),
+        ),
         dropped=dropped,
         broken_ties=broken,
         probe_nbytes=prober.read_nbytes,
@@ -163,6 +173,10 @@ def _remarks(resolved: dict[str, Resolved], options: MergeOptions) -> list[str]:
             )
         ]
     return []
+
+
+def _wide_remark(wide: frozenset[str], options: MergeOptions) -> list[str]:
+    return [f"{len(wide)} tensors keep their type under --dtype {options.dtype}: {min(wide)} ..."] if wide else []
 
 
 def execute(

@@ -52,7 +52,9 @@ class Prober:
 
     def replica_differences(self, tensors: Mapping[str, TensorRef]) -> list[Difference]:
         """Tensors with a stored replica that is not bit-equal to the shards that are used."""
-        pairs = [pair for tensor in tensors.values() if tensor.replicas is not None for pair in _replica_pairs(tensor)]
+        pairs = [
+            pair for tensor in tensors.values() if tensor.replicas is not None for pair in self._replica_pairs(tensor)
+        ]
         self.observer(Phase("comparing replicas", sum(p.wanted.nbytes for p in pairs)))
         return self._differences(pairs, first_only=False)
 
@@ -76,6 +78,21 @@ class Prober:
         self.read_nbytes += sum(a.read_nbytes for a in made)
         return result
 
+    def _replica_pairs(self, tensor: TensorRef) -> list[Pair]:
+        replicas = tensor.replicas
+        if replicas is None:
+            return []
+        pairs = []
+        for k in range(len(replicas)):
+            box, file, offset = replicas.row(k)
+            whole = Box.whole(box.shape)
+            copy = ShardTable.of([(whole, file, offset)], len(box.shape))
+            wanted = Assembly(box.shape, tensor.dtype, (ResolvedTake(tensor.shards, box, whole),))
+            got = Assembly(box.shape, tensor.dtype, (ResolvedTake(copy, whole, whole),))
+            name = f"{tensor.name} (copy in {self.catalog.files[file].name})"
+            pairs.append(Pair(name, _plain(name, wanted), _plain(name, got)))
+        return pairs
+
 
 def _plain(name: str, source: Assembly) -> ParameterPlan:
     return ParameterPlan(name, source.view, source, source.dtype, 0, 0)
@@ -89,19 +106,3 @@ def _same_ranges(a: Assembly, b: Assembly) -> bool:
         and x.table.same_bytes(y.table)
         for x, y in zip(a.takes, b.takes, strict=True)
     )
-
-
-def _replica_pairs(tensor: TensorRef) -> list[Pair]:
-    replicas = tensor.replicas
-    if replicas is None:
-        return []
-    pairs = []
-    for k in range(len(replicas)):
-        box, file, offset = replicas.row(k)
-        whole = Box.whole(box.shape)
-        copy = ShardTable.of([(whole, file, offset)], len(box.shape))
-        name = f"{tensor.name} (copy in source file {file})"
-        wanted = Assembly(box.shape, tensor.dtype, (ResolvedTake(tensor.shards, box, whole),))
-        got = Assembly(box.shape, tensor.dtype, (ResolvedTake(copy, whole, whole),))
-        pairs.append(Pair(name, _plain(name, wanted), _plain(name, got)))
-    return pairs

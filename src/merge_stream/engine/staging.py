@@ -34,6 +34,7 @@ __all__ = ["DirectStaging", "StagingArea"]
 
 _FLUSH_BYTES = 64 << 20
 _MOST_UNSYNCED = 4 * _FLUSH_BYTES
+_LARGEST_RECHECK = 16 << 20
 
 
 class StagingArea(Protocol):
@@ -175,7 +176,7 @@ class DirectStaging:
         }
         yield from (r for r in self._journal.before.trusted if r.output in present)
         for r in self._journal.before.doubtful:
-            if r.output in present and r.stop - r.start <= _FLUSH_BYTES:
+            if r.output in present and r.stop - r.start <= _LARGEST_RECHECK:
                 buffer = memoryview(bytearray(r.stop - r.start))
                 self.sink.read_into(self._plan.outputs[r.output].name, r.start, buffer)
                 if checksum(buffer) == r.checksum:
