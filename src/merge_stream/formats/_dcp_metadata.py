@@ -15,7 +15,7 @@ Bytes entries have offset None; `planner_data` paths may hold ints.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,7 @@ def _add(result: DcpMetadata, document: object, where: str) -> None:
     paths, version = fields.get("planner_data"), fields.get("version")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise CorruptCheckpointError(f"{where} has no state_dict_metadata or no storage_data", hint=_HINT)
-    for name, entry in entries.items():
+    for name, entry in _drained(entries):
         if type(name) is not str:
             raise CorruptCheckpointError(f"{where}: a name is {type(name).__name__}, wanted text", hint=_HINT)
         if _is(entry, "BytesStorageMetadata"):
@@ -122,9 +122,18 @@ def _add(result: DcpMetadata, document: object, where: str) -> None:
             if type(name) is not str or type(path) is not tuple or not path:
                 raise CorruptCheckpointError(f"{where}: planner_data of {name!r} is no path of keys", hint=_HINT)
             result.paths[name] = tuple(map(str, path)) if all(type(p) in {str, int} for p in path) else (name,)
-    for index, info in storage.items():
+    for index, info in _drained(storage):
         _add_stored(result, index, info, where)
     result.version = version if type(version) is str else result.version
+
+
+def _drained(mapping: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """The items in order, each let go when it was given out: a large checkpoint is never held twice."""
+    items = list(mapping.items())
+    mapping.clear()
+    items.reverse()
+    while items:
+        yield items.pop()
 
 
 def _add_tensor(result: DcpMetadata, name: str, value: object, where: str) -> None:
