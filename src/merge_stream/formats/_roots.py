@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from merge_stream.errors import AmbiguousCheckpointError, UsageError
+from merge_stream.errors import AmbiguousCheckpointError, CorruptCheckpointError, UnsupportedError, UsageError
 from merge_stream.formats._catalog import listed
 from merge_stream.formats._names import noise_kind
 
-__all__ = ["Selection", "naming_of", "select_model"]
+__all__ = ["Selection", "naming_of", "refuse_flat_parameters", "select_model"]
 
 Path = tuple[str, ...]
 
@@ -81,7 +81,7 @@ def select_model(paths: Mapping[str, Path], root: str | None, where: str) -> Sel
         names = {key: name[len(prefix) :] for key, name in names.items()}
         taken.append(prefix[:-1])
         names = {k: v[0] for k, v in _without_noise({k: (n,) for k, n in names.items()}, ignored).items()}
-    return Selection(".".join(taken), names, ignored, tuple(notes))
+    return Selection(".".join(taken), _unique(names, where), ignored, tuple(notes))
 
 
 def naming_of(names: Collection[str]) -> str:
@@ -89,6 +89,17 @@ def naming_of(names: Collection[str]) -> str:
     if "tok_embeddings.weight" in names and any(_TITAN_LAYER.match(name) for name in names):
         return "torchtitan"
     return "hf"
+
+
+def refuse_flat_parameters(names: Iterable[str], where: str) -> None:
+    """UnsupportedError for FSDP1's flat parameters, whose parts have no names."""
+    for name in names:
+        if name.rpartition(".")[2] in {"_flat_param", "flat_param"}:
+            raise UnsupportedError(
+                f"{where} holds FSDP1 flat parameters ({name!r}): LOCAL_STATE_DICT keeps no names, shapes or order of "
+                "the parameters inside, so they cannot be split",
+                hint="save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
 
 
 def _without_noise(items: Mapping[str, Path], ignored: Counter[str]) -> dict[str, Path]:
@@ -99,6 +110,14 @@ def _without_noise(items: Mapping[str, Path], ignored: Counter[str]) -> dict[str
         else:
             kept[key] = path
     return kept
+
+
+def _unique(names: dict[str, str], where: str) -> dict[str, str]:
+    owner: dict[str, str] = {}
+    for key, name in names.items():
+        if owner.setdefault(name, key) != key:
+            raise CorruptCheckpointError(f"{where}: {owner[name]!r} and {key!r} are both the parameter {name!r}")
+    return names
 
 
 def _below(paths: Mapping[str, Path], root: str, where: str) -> Selection:
@@ -124,7 +143,7 @@ def _below(paths: Mapping[str, Path], root: str, where: str) -> Selection:
     if outside:
         ignored["entries outside the root"] = len(outside)
         notes = (f"{len(outside)} entries outside the root {keys!r} were left out: {listed(outside, most=3)}",)
-    return Selection(keys, names, ignored, notes)
+    return Selection(keys, _unique(names, where), ignored, notes)
 
 
 def _container_prefix(names: Collection[str]) -> str:

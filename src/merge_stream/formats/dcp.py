@@ -36,7 +36,7 @@ from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, l
 from merge_stream.formats._dcp_chunks import ChunkReader
 from merge_stream.formats._dcp_metadata import DcpMetadata, StoredChunk, metadata_files, read_metadata
 from merge_stream.formats._names import noise_kind
-from merge_stream.formats._roots import Selection, naming_of, select_model
+from merge_stream.formats._roots import naming_of, refuse_flat_parameters, select_model
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
@@ -88,7 +88,10 @@ class Dcp:
                 f"{tree.label} is a DCP folder without model tensors: {dict(selection.ignored)}",
                 hint="it holds the optimizer's state; pass the folder of the model",
             )
-        _refuse_what_is_no_model(tree, selection)
+        refuse_flat_parameters(selection.names.values(), tree.label)
+        for name in selection.names.values():
+            if _MEGATRON.search(name):
+                _refuse_megatron(tree, repr(name))
         clean = clean_names(selection.names.values(), tree.label)
         table = FileTable(tree)
         chunks = _ModelChunks(tree, meta, selection.names, table)
@@ -223,19 +226,6 @@ def _is_megatron_folder(tree: ByteTree) -> bool:
         and tree.files["metadata.json"].nbytes < 1 << 20
         and b"sharded_backend" in tree.read("metadata.json")
     )
-
-
-def _refuse_what_is_no_model(tree: ByteTree, selection: Selection) -> None:
-    """Flat parameters and Megatron's names, which would make a model that nothing loads."""
-    for name in selection.names.values():
-        if name.rpartition(".")[2] in {"_flat_param", "flat_param"}:
-            raise UnsupportedError(
-                f"{tree.label} holds FSDP1 flat parameters ({name!r}): LOCAL_STATE_DICT keeps no names, shapes or "
-                "order of the parameters inside, so they cannot be split",
-                hint="save with SHARDED_STATE_DICT or FULL_STATE_DICT",
-            )
-        if _MEGATRON.search(name):
-            _refuse_megatron(tree, repr(name))
 
 
 def _refuse_megatron(tree: ByteTree, sign: str) -> None:
