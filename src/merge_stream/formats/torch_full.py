@@ -83,6 +83,9 @@ class TorchFull:
 
     def detect(self, tree: ByteTree) -> Detection | None:
         """By known names; another single file only when it holds tensors of a model."""
+        folder = tree.label.rstrip("/").rpartition("/")[2]
+        if folder.startswith("mp_rank_"):
+            return None  # Megatron: each such folder holds a part, called model.pt in old verl
         candidates = _candidates(tree)
         if candidates:
             return Detection(f"whole state dict in {listed(candidates, most=3)}", rank=15)
@@ -185,19 +188,21 @@ def _contents(tree: ByteTree, name: str) -> _Contents:
         entries += len(mapping)
         if len(above) > _DEEPEST or entries > _MOST_ENTRIES:
             raise CorruptCheckpointError(f"{file.where}: its dicts are nested without end, or hold too many entries")
+        below: list[tuple[tuple[str, ...], Mapping[object, object]]] = []
         for key, value in mapping.items():
             path = (*above, str(key))
             stored = ".".join(path)
             if kind := noise_kind(str(key)):
                 result.ignored[kind] += 1
             elif isinstance(value, dict):
-                stack.append((path, value))
+                below.append((path, value))
             elif isinstance(value, Recorder) and value.dotted.startswith(_TENSORS):
                 if stored in result.paths:
                     raise CorruptCheckpointError(f"{file.where} holds {stored!r} twice, in nested dicts")
                 result.leaves[stored], result.paths[stored] = value, path
             else:
                 result.ignored["Python value"] += 1
+        stack.extend(reversed(below))
     return result
 
 
