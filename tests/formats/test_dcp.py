@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns abo
 TP = "fsdp/dcp_tp_2x2_norms1d"
 CASES = [
     (TP, ""),
+    ("dcp_per_rank_w3", ""),
     ("fsdp/dcp_accel_fsdp1_w2", "pytorch_model_fsdp_0"),
     ("fsdp/dcp_accel_fsdp2_w2", "pytorch_model_fsdp_0"),
     ("fsdp/dcp_fsdp1_mesh_w2", ""),
@@ -211,6 +212,24 @@ def test_root_chooses_and_an_unknown_root_lists_those_there(tmp_path: Path) -> N
 def test_a_missing_file_is_named() -> None:
     folder = fixture("fsdp/bad_dcp_missing_file") / "ckpt"
     assert "--input" in refusal(folder, IncompleteShardsError, "__1_0.distcp").hint
+
+
+def test_chunks_without_metadata_are_told_where_it_is(tmp_path: Path) -> None:
+    folder = copied(TP, tmp_path)
+    (folder / ".metadata").unlink()
+    assert MEMBER.detect(LocalTree.of([folder])) is not None
+    assert "first node" in refusal(folder, IncompleteShardsError, "4 files *.distcp", ".metadata").hint
+
+
+def test_metadata_of_other_programs_and_of_other_saves(tmp_path: Path) -> None:
+    (tmp_path / "flutter").mkdir()
+    (tmp_path / "flutter" / ".metadata").write_text("# This file tracks properties of this Flutter project.")
+    assert MEMBER.detect(LocalTree.of([tmp_path / "flutter"])) is None
+    folder = copied(TP, tmp_path)
+    (folder / "__0.metadata").write_bytes(b"stale")
+    catalog = opened(MEMBER, folder)
+    assert_equal(catalog, fixture(TP) / "expected_state.safetensors")
+    assert "__0.metadata" in catalog.notes[0]
 
 
 def test_a_cut_file_is_truncated(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from merge_stream.formats._catalog import listed
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.dtype import DType, dtype_of_torch
 
-__all__ = ["DcpMetadata", "StoredChunk", "TensorEntry", "metadata_files", "read_metadata"]
+__all__ = ["DcpMetadata", "StoredChunk", "TensorEntry", "metadata_files", "rank_metadata_files", "read_metadata"]
 
 Ints = tuple[int, ...]
 
@@ -73,8 +73,11 @@ class DcpMetadata:
 
 def metadata_files(tree: ByteTree) -> list[str]:
     """Names of the folder's metadata: `.metadata`, else one file for each rank, in order of rank."""
-    if ".metadata" in tree.files:
-        return [".metadata"]
+    return [".metadata"] if ".metadata" in tree.files else rank_metadata_files(tree)
+
+
+def rank_metadata_files(tree: ByteTree) -> list[str]:
+    """Names of `__R.metadata` in order of rank."""
     ranks = {int(match[1]): name for name in tree.files if (match := _RANK_FILE.fullmatch(name))}
     return [ranks[rank] for rank in sorted(ranks)]
 

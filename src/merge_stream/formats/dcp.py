@@ -34,7 +34,13 @@ from merge_stream.errors import (
 )
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
 from merge_stream.formats._dcp_chunks import ChunkReader
-from merge_stream.formats._dcp_metadata import DcpMetadata, StoredChunk, metadata_files, read_metadata
+from merge_stream.formats._dcp_metadata import (
+    DcpMetadata,
+    StoredChunk,
+    metadata_files,
+    rank_metadata_files,
+    read_metadata,
+)
 from merge_stream.formats._names import noise_kind
 from merge_stream.formats._roots import naming_of, refuse_flat_parameters, select_model
 from merge_stream.formats.base import CheckpointFormat, Detection
@@ -50,7 +56,7 @@ _MEGATRON = re.compile(r"(self_attention\.linear_qkv|mlp\.linear_fc1|embedding\.
 Ints = tuple[int, ...]
 _Row = tuple[Ints, Ints, int, int]  # offset and size of the box, file, byte offset
 
-_NODES = "with node-local disks give every node's folder: --input A --input B; else copy the file again"
+_NODES = "With node-local disks give every node's folder: --input A --input B; else copy the file again"
 
 
 class Dcp:
@@ -62,9 +68,11 @@ class Dcp:
     def detect(self, tree: ByteTree) -> Detection | None:
         """By file names; small metadata is read to leave out folders without any model tensor."""
         files = metadata_files(tree)
+        count = _shard_count(tree)
         if not files:
-            return None
-        count = sum(name.endswith(".distcp") and "/" not in name for name in tree.files)
+            return Detection(f"{count} files *.distcp without .metadata", rank=60) if count else None
+        if not count and tree.read(files[0], 0, min(1, tree.files[files[0]].nbytes)) != b"\x80":
+            return None  # a file of another program (Flutter keeps a text `.metadata`)
         evidence = f"{listed(files, most=2)} and {count} files *.distcp"
         if _is_megatron_folder(tree):
             return Detection(f"{evidence}, of Megatron", rank=10)
@@ -78,7 +86,10 @@ class Dcp:
     def open(self, tree: ByteTree, options: OpenOptions) -> Catalog:
         """Every model tensor with the place of each chunk."""
         if not metadata_files(tree):
-            raise UnknownFormatError(f"{tree.label} holds no .metadata", hint=_NODES)
+            raise IncompleteShardsError(
+                f"{tree.label} holds {_shard_count(tree)} files *.distcp but not their .metadata",
+                hint=f".metadata is written last, by rank 0: it is on the first node. {_NODES}",
+            )
         if _is_megatron_folder(tree):
             _refuse_megatron(tree, "common.pt or sharded_backend in metadata.json")
         meta = read_metadata(tree)
@@ -110,7 +121,7 @@ class Dcp:
                 "chunks": chunks.count,
             },
             ignored=selection.ignored + _values(meta),
-            notes=selection.notes,
+            notes=(*_left_out(tree), *selection.notes),
             naming=naming_of(tensors.keys()),
             config_dirs=config_dirs(tree),
             metadata_nbytes=meta.nbytes + chunks.read_nbytes,
@@ -215,9 +226,21 @@ def _check_files(tree: ByteTree, chunks: Iterable[StoredChunk]) -> None:
             )
 
 
+def _left_out(tree: ByteTree) -> tuple[str, ...]:
+    """A remark when ranks wrote metadata too, in an earlier save."""
+    ranks = rank_metadata_files(tree)
+    if not ranks or ranks == metadata_files(tree):
+        return ()
+    return (f".metadata was used; {listed(ranks, most=3)} are of another save and were left out",)
+
+
 def _values(meta: DcpMetadata) -> Counter[str]:
     """Python values beside the tensors by kind."""
     return Counter(noise_kind(".".join(meta.path(name))) or "Python value" for name in meta.values)
+
+
+def _shard_count(tree: ByteTree) -> int:
+    return sum(name.endswith(".distcp") and "/" not in name for name in tree.files)
 
 
 def _is_megatron_folder(tree: ByteTree) -> bool:
