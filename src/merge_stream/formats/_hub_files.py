@@ -27,6 +27,7 @@ from merge_stream.storage.base import ByteTree
 
 __all__ = ["HubSet", "check_index", "chosen_set", "homes", "hub_sets", "weight_files"]
 
+_NUMBERED = re.compile(r"(.*-)?\d{5}")  # ColossalAI's `pytorch_model.NAME-00001.bin`: only its index tells the set
 _INDEX_LIMIT = 1 << 28
 _COPY = "copy the missing files into the folder, or pass their folder as a further --input"
 
@@ -55,6 +56,8 @@ def hub_sets(tree: ByteTree, stem: str, ext: str) -> dict[str, HubSet]:
     sets: dict[str, HubSet] = {}
     for name in tree.files:
         if match := weights.fullmatch(name):
+            if _NUMBERED.fullmatch(match["variant"] or ""):
+                continue
             entry = sets.setdefault(match["variant"] or "", HubSet())
             if match["number"]:
                 entry.numbered.setdefault(int(match["count"]), {})[int(match["number"])] = name

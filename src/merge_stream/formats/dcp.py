@@ -115,8 +115,7 @@ class Dcp:
             tensors=tensors,
             files=table.files,
             facts={
-                "metadata files": len(metadata_files(tree)),
-                "metadata version": meta.version or "none (torch before 2.9)",
+                "metadata": f"{len(metadata_files(tree))} files, version {meta.version or 'none (torch before 2.9)'}",
                 "container": selection.root or "none",
                 "chunks": chunks.count,
             },

@@ -102,7 +102,7 @@ class DcpSafetensors:
             root=tree.label,
             tensors=tensors,
             files=table.files,
-            facts={"ranks with files": len(ranks), "files": len(names)},
+            facts={"ranks": len(ranks), "files": len(names)},
             ignored=ignored,
             notes=(f"the shards carry no global shapes: sizes are what the {len(ranks)} ranks found add up to",),
             config_dirs=config_dirs(tree),
