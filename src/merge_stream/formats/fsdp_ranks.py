@@ -1,0 +1,305 @@
+"""FSDP rank files: one torch.save of the sharded state dict for each rank.
+
+verl (`model_world_size_W_rank_R.pt`, beside them `fsdp_config.json` and `huggingface/`) and
+accelerate with use_dcp=False (`pytorch_model_fsdp_0_rankR.bin`). FSDP1, FSDP2, HSDP, tensor and
+expert parallelism, any mesh, written by torch 2.1 to 2.13, whatever torch is installed here.
+
+    names -> RankSet      which files (`_rank_files`)
+    files -> RankIndex    who holds which box (`_rank_index`, `_device_mesh`, `_placements`, `_sharded_tensor`)
+    index -> Catalog      one table for each tensor; copies on other ranks go to `replicas`
+
+Replicas are resolved by placement: the lowest coordinate is read. Only several groups of ranks on
+disjoint meshes are compared (`_mesh_groups`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from merge_stream.containers.pickle_reader import dotted_name
+from merge_stream.containers.torch_file import TorchFile, open_torch_file
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnknownFormatError, UnsupportedError
+from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
+from merge_stream.formats._mesh_groups import GroupResolver
+from merge_stream.formats._names import noise_kind
+from merge_stream.formats._rank_files import RankSet, choose_rank_set, ranks_text, recognise
+from merge_stream.formats._rank_index import Group, RankFile, RankIndex
+from merge_stream.formats._roots import naming_of, select_model
+from merge_stream.formats.base import Detection
+from merge_stream.options import OpenOptions
+from merge_stream.storage.base import ByteTree
+from merge_stream.tensors.box import Box
+from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
+
+__all__ = ["MEMBER", "FsdpRanks"]
+
+_MOST_DEPTH = 8
+_FLAT = re.compile(r"_?flat_param(_\d+)?")
+
+
+class FsdpRanks:
+    """Rank files of FSDP trainers."""
+
+    name = "fsdp"
+    summary = "FSDP rank files: verl model_world_size_N_rank_R.pt, accelerate pytorch_model_fsdp_0_rankR.bin"
+
+    def detect(self, tree: ByteTree) -> Detection | None:
+        """By the names of the rank files."""
+        evidence = recognise(tree.files)
+        return Detection(evidence, rank=70) if evidence else None
+
+    def open(self, tree: ByteTree, options: OpenOptions) -> Catalog:
+        """Index every rank's file."""
+        if not recognise(tree.files):
+            msg = f"{tree.label} holds no model_world_size_N_rank_R.pt and no pytorch_model_fsdp_0_rankR.bin"
+            raise UnknownFormatError(msg, hint="pass the folder that holds the rank files themselves")
+        chosen = choose_rank_set(tree)
+        index = RankIndex(tree, tp_first=options.tp_first)
+        names = _Names(options.root)
+        files = FileTable(tree)
+        numbers = np.full(max(chosen.files) + 1, -1, dtype=np.int32)
+        metadata = 0
+        forms: set[str] = set()
+        for rank, name in chosen.files.items():
+            numbers[rank] = files.index(name)
+            file = open_torch_file(tree, name)
+            index.add_file(RankFile(rank, name, file), names.of(file))
+            metadata += file.metadata_nbytes
+            forms.add(file.producer.get("writer", "torch < 2.9"))
+        if not index.tensors:
+            msg = f"the rank files of {tree.label} hold no tensors"
+            raise IncompleteShardsError(msg, hint="the trainer was told to save something else than the model")
+        _require_ranks(tree, chosen, index)
+        resolver = GroupResolver(tree, chosen.files)
+        assembler = _Assembler(resolver, numbers)
+        tensors = {name: assembler.tensor(name, groups) for name, groups in index.tensors.items()}
+        return Catalog(
+            format=self.name,
+            root=tree.label,
+            tensors=tensors,
+            files=files.files,
+            facts=_facts(chosen, index, options, forms),
+            ignored={**names.ignored, **index.ignored},
+            notes=(*chosen.notes, *names.notes, *assembler.notes()),
+            naming=naming_of(tensors),
+            config_dirs=config_dirs(tree),
+            metadata_nbytes=metadata + resolver.compared_nbytes,
+        )
+
+
+class _Names:
+    """Which values of a state dict are the model's, and their clean names; the same for all ranks."""
+
+    def __init__(self, root: str | None) -> None:
+        self.ignored: dict[str, int] = {}
+        self.notes: tuple[str, ...] = ()
+        self._root = root
+        self._keys: tuple[Any, ...] = ()
+        self._clean: dict[str, str] = {}
+        self._first = True
+
+    def of(self, file: TorchFile) -> Iterator[tuple[str, Any]]:
+        """(clean name, value) of the model's entries."""
+        values = file.root
+        if not isinstance(values, dict):
+            msg = f"{file.where} holds a {dotted_name(values)}, wanted a state dict"
+            raise CorruptCheckpointError(msg, hint="this is no rank file of a model")
+        if self._root is not None or any(isinstance(value, dict) for value in values.values()):
+            return self._nested(file, values)
+        keys = tuple(values)
+        if keys != self._keys:
+            strings = [key for key in keys if isinstance(key, str)]
+            _refuse_flat(strings, file.where)
+            kinds = {key: noise_kind(key) for key in strings}
+            if self._first:
+                for kind in filter(None, kinds.values()):
+                    self.ignored[kind] = self.ignored.get(kind, 0) + 1
+            self._keys = keys
+            self._clean = clean_names([key for key in strings if not kinds[key]], file.where)
+        self._first = False
+        return ((clean, values[key]) for key, clean in self._clean.items())
+
+    def _nested(self, file: TorchFile, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+        flat = dict(_flattened(values, (), _MOST_DEPTH))
+        paths = {"\0".join(path): path for path in flat}
+        selected = select_model(paths, self._root, file.where)
+        _refuse_flat(selected.names.values(), file.where)
+        if self._first:
+            self.ignored, self.notes, self._first = dict(selected.ignored), selected.notes, False
+        clean = clean_names(selected.names.values(), file.where)
+        return ((clean[name], flat[paths[key]]) for key, name in selected.names.items())
+
+
+def _refuse_flat(names: Iterable[str], where: str) -> None:
+    """UnsupportedError for flat parameters: FSDP1 `_flat_param`, fairscale and older torch `flat_param_0`."""
+    for name in names:
+        if _FLAT.fullmatch(name.rpartition(".")[2]):
+            msg = (
+                f"{where} holds FSDP1 flat parameters ({name!r}), as LOCAL_STATE_DICT saves them: each is many parameters "
+                "laid end to end and cut into equal parts; their names, shapes and order are not in the file, so it "
+                "cannot be split"
+            )
+            hint = "load it with the training script and save again with SHARDED_STATE_DICT or FULL_STATE_DICT"
+            raise UnsupportedError(msg, hint=hint)
+
+
+def _flattened(values: Mapping[Any, Any], path: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and depth:
+            yield from _flattened(value, (*path, str(key)), depth - 1)
+        else:
+            yield (*path, str(key)), value
+
+
+class _Assembler:
+    """From groups of ranks to tensors; collects what the user should know."""
+
+    def __init__(self, resolver: GroupResolver, numbers: np.ndarray) -> None:
+        self._resolver = resolver
+        self._numbers = numbers
+        self._joined: list[str] = []
+        self._drifted: list[str] = []
+
+    def tensor(self, name: str, groups: list[Group]) -> TensorRef:
+        """One tensor of the catalog."""
+        for group in groups:
+            _require_complete(name, group)
+        slices = [groups] if len(groups) == 1 else self._resolver.slices(name, groups)
+        dtype, shape = groups[0].dtype, groups[0].shape
+        shards: list[ShardTable] = []
+        replicas: list[ShardTable] = []
+        for k, copies in enumerate(slices):
+            for j, group in enumerate(copies):
+                first, others = self._tables(name, group)
+                shift = np.zeros(len(shape), dtype=np.int64)
+                if len(slices) > 1:
+                    shift[0] = k * shape[0]
+                (replicas if j else shards).append(_shifted(first, shift))
+                replicas.append(_shifted(others, shift))
+        if len(slices) > 1:
+            self._joined.append(name)
+            shape = (shape[0] * len(slices), *shape[1:])
+        further = _stacked(replicas, len(shape))
+        return TensorRef(name, dtype, shape, _stacked(shards, len(shape)), further if len(further) else None)
+
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on what was joined, and on copies that differ."""
+        notes = []
+        if self._joined:
+            notes.append(
+                f"{len(self._joined)} tensors are expert-parallel slices of separate meshes, joined on dim 0 in the "
+                f"order of their ranks: {listed(self._joined, most=3)}"
+            )
+        if self._drifted:
+            notes.append(
+                f"{len(self._drifted)} tensors that every rank holds whole differ between ranks; the lowest rank's "
+                f"copy is used: {listed(self._drifted, most=3)}"
+            )
+        return tuple(notes)
+
+    def _tables(self, name: str, group: Group) -> tuple[ShardTable, ShardTable]:
+        """(first copies, further copies), empty boxes left out."""
+        ranks = np.array(group.ranks, dtype=np.int64)
+        n, ndim = len(ranks), len(group.shape)
+        if group.layout is not None:
+            place = np.array([group.layout.place[rank] for rank in group.ranks], dtype=np.int64)
+            boxes = group.layout.boxes
+            start, stop, first = boxes.start[place], boxes.stop[place], boxes.first[place]
+        elif group.boxes is not None:
+            start = np.array([box.start for box in group.boxes], dtype=np.int64).reshape(n, ndim)
+            stop = np.array([box.stop for box in group.boxes], dtype=np.int64).reshape(n, ndim)
+            owner: dict[Box, int] = {}
+            first = np.array([owner.setdefault(box, k) == k for k, box in enumerate(group.boxes)], dtype=bool)
+        else:
+            start = np.zeros((n, ndim), dtype=np.int64)
+            stop = np.broadcast_to(np.array(group.shape, dtype=np.int64), (n, ndim))
+            first = np.arange(n) == ranks.argmin()
+            if len(set(filter(None, group.crcs))) > 1:
+                self._drifted.append(name)
+        filled = (stop > start).all(axis=1)
+        files, offsets = self._numbers[ranks], np.array(group.offsets, dtype=np.int64)
+        chosen = (filled & first, filled & ~first)
+        one, two = (ShardTable(start[m], stop[m], files[m], offsets[m]) for m in chosen)
+        return one, two
+
+
+def _shifted(table: ShardTable, shift: np.ndarray) -> ShardTable:
+    return ShardTable(table.start + shift, table.stop + shift, table.file, table.offset)
+
+
+def _stacked(tables: list[ShardTable], ndim: int) -> ShardTable:
+    if not tables:
+        return ShardTable.of([], ndim)
+    return ShardTable(
+        np.concatenate([table.start for table in tables]),
+        np.concatenate([table.stop for table in tables]),
+        np.concatenate([table.file for table in tables]),
+        np.concatenate([table.offset for table in tables]),
+    )
+
+
+def _require_complete(name: str, group: Group) -> None:
+    """Every rank of the mesh, or every box of the ShardedTensor, is there."""
+    if group.layout is not None:
+        missing = set(group.layout.mesh.ranks) - set(group.ranks)
+        if missing:
+            msg = (
+                f"{name} is missing in the files of ranks {ranks_text(missing)}, which are in its device mesh "
+                f"(it is in those of ranks {ranks_text(group.ranks)})"
+            )
+            raise IncompleteShardsError(msg, hint="the rank files are of different runs, or a save did not finish")
+    if group.boxes is not None:
+        there = set(group.boxes)
+        absent = [box for box in group.wanted if box not in there]
+        if absent:
+            msg = (
+                f"{len(absent)} of {len(group.wanted)} shards of {name} are in no file (have those of ranks "
+                f"{ranks_text(group.ranks)}); the first covers {list(absent[0].start)} to {list(absent[0].stop)}"
+            )
+            hint = "copy the files of the other ranks here, or name each node's folder with --input"
+            raise IncompleteShardsError(msg, hint=hint)
+
+
+def _require_ranks(tree: ByteTree, chosen: RankSet, index: RankIndex) -> None:
+    """Every rank that a mesh names has a file."""
+    named = {rank for mesh in index.meshes for rank in mesh.ranks}
+    missing = named - set(chosen.files)
+    if missing:
+        msg = (
+            f"the device meshes in {tree.label} name ranks that have no file: have ranks {ranks_text(chosen.files)}, "
+            f"missing ranks {ranks_text(missing)}"
+        )
+        if chosen.world_size:
+            msg = f"{msg}; the names say world size {chosen.world_size}"
+        hint = "copy the missing files here; if they lie on the disks of other nodes, name each folder with --input"
+        raise IncompleteShardsError(msg, hint=hint)
+
+
+def _facts(chosen: RankSet, index: RankIndex, options: OpenOptions, forms: set[str]) -> dict[str, str | int]:
+    names = options.mesh_dim_names
+    meshes = sorted(index.meshes, key=lambda mesh: (-len(mesh.ranks), mesh.ranks))
+    shown = {str(replace(mesh, names=names) if len(names) == len(mesh.shape) else mesh): None for mesh in meshes}
+    writers = sorted({mesh.writer for mesh in meshes})
+    version = chosen.fsdp_version or (1 if index.kinds["ShardedTensor"] else 0)
+    facts: dict[str, str | int] = {"trainer": chosen.trainer, "world size": chosen.world_size or len(chosen.files)}
+    facts["ranks"] = ranks_text(chosen.files)
+    if meshes:
+        facts["device mesh"] = ", ".join(shown)
+        facts["mesh dims"] = (
+            ", ".join(dict.fromkeys(name for mesh in meshes for name in names or mesh.names)) or "unnamed"
+        )
+    facts["torch"] = ", ".join(writers) if writers else ", ".join(sorted(forms)).replace("torch ", "")
+    if version:
+        facts["FSDP"] = version
+    dtypes = {str(group.dtype) for groups in index.tensors.values() for group in groups}
+    facts["dtypes"] = ", ".join(sorted(dtypes))
+    facts["stored as"] = ", ".join(kind for kind, _ in index.kinds.most_common())
+    return facts
+
+
+MEMBER = FsdpRanks()
