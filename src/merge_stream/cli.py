@@ -8,11 +8,13 @@ mismatch, 4 memory or disk does not suffice, 5 input incomplete or corrupt, 130 
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +33,46 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lamb
 
 
 class _Commands(click.Group):
-    """A first word that is no command means `merge`."""
+    """A first word that is no command means `merge`; options may stand before the word."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        known = {"-h", "--help", "--version", *self.commands}
-        if args and args[0] not in known:
-            args = ["merge", *args]
+        if args and args[0] not in {"-h", "--help", "--version"}:
+            at = self._first_word(args)
+            word = args[at] if at is not None else ""
+            if at is not None and word in self.commands:
+                args = [word, *args[:at], *args[at + 1 :]]
+            else:
+                _refuse_near_miss(word, self.commands)
+                args = ["merge", *args]
         return super().parse_args(ctx, args)
+
+    def _first_word(self, args: Sequence[str]) -> int | None:
+        """Index of the first argument that is neither an option nor the value of one."""
+        valued = {
+            name
+            for command in self.commands.values()
+            for option in command.params
+            if isinstance(option, click.Option) and not option.is_flag
+            for name in option.opts
+        }
+        skip = False
+        for at, text in enumerate(args):
+            if skip or (text.startswith("-") and text != "--"):
+                skip = not skip and text.replace("_", "-") in valued
+            else:
+                return at + 1 if text == "--" and at + 1 < len(args) else at
+        return None
+
+
+def _refuse_near_miss(word: str, commands: Iterable[str]) -> None:
+    """UsageError when `word` is no path but much like a command."""
+    if not word or os.path.lexists(word) or os.sep in word:
+        return
+    close = difflib.get_close_matches(word, [*commands, "help", "version"], n=1)
+    if close:
+        meant = f"--{close[0]}" if close[0] in {"help", "version"} else close[0]
+        msg = f"there is no command `{word}`, and no folder of that name"
+        raise UsageError(msg, hint=f"did you mean `merge-stream {meant}`? A merge is: merge-stream CKPT OUT")
 
 
 @click.group(
@@ -72,8 +107,12 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
         for text in remarks:
             console.line(text)
         from merge_stream.api import merge as do_merge
+        from merge_stream.inspection import committed_before
 
-        report = do_merge(sources, out, options, opening=opt.open_options(given), observer=console, stop=stop)
+        opening = opt.open_options(given)
+        report = committed_before(sources, out, options, opening=opening, observer=console, stop=stop) or do_merge(
+            sources, out, options, opening=opening, observer=console, stop=stop
+        )
     if given["as_json"]:
         _print_json(report.as_json())
     elif not given["quiet"]:
@@ -105,6 +144,7 @@ def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
 @opt.planning
 @click.option("--verify", is_flag=True, help="Plan for a merge with --verify.")
 @click.option("--overwrite", is_flag=True, help="Plan for a merge with --overwrite.")
+@click.option("--restart", is_flag=True, help="Plan for a merge with --restart.")
 @opt.output
 def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     """Do everything a merge does before its first byte; fails where the merge would fail."""
@@ -112,7 +152,7 @@ def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     if not sources or len(paths) > 2:
         msg = f"plan takes CKPT and, if it is to be checked too, OUT; got {len(paths)} paths"
         raise UsageError(msg)
-    options = opt.merge_options({**given, "restart": False}, default_dtype="keep")
+    options = opt.merge_options(given, default_dtype="keep")
     with _run(given, options.max_mem) as (console, stop):
         from merge_stream.inspection import forecast
 
@@ -200,6 +240,9 @@ def run(argv: Sequence[str]) -> int:
         app.main(args=list(argv), prog_name="merge-stream", standalone_mode=False)
     except click.exceptions.Exit as error:
         return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        sys.stderr.write(error.format_message() + "\n")
+        return 2
     except click.UsageError as error:
         _complain(error.format_message(), _usage_hint(error, argv), 2, as_json)
         return 2
@@ -228,6 +271,10 @@ def run(argv: Sequence[str]) -> int:
             as_json,
         )
         return 4
+    except Exception:  # noqa: BLE001 - no promise covers it: shown whole, and still one JSON object
+        traceback.print_exc()
+        _complain("merge-stream failed in a way it should not", "please report the lines above as a bug", 1, as_json)
+        return 1
     return 0
 
 

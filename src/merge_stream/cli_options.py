@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -28,7 +27,6 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., object])
 _DEFAULT_SHARE = 0.5
-_COMMANDS = ("merge", "inspect", "plan", "verify", "test")
 
 
 def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -165,8 +163,5 @@ def sources_and_out(paths: tuple[str, ...], given: Mapping[str, Any], verl: Verl
         return [paths[0], *inputs], paths[1]
     if len(paths) == 1 and inputs:
         return inputs, paths[0]
-    hint = "merge-stream CKPT OUT"
-    if paths and (close := difflib.get_close_matches(paths[0], _COMMANDS, n=1)):
-        hint = f"did you mean the command `{close[0]}`? Otherwise: merge-stream CKPT OUT"
     msg = f"merge takes two paths, CKPT and OUT; got {len(paths)}: {' '.join(paths) or 'none'}"
-    raise UsageError(msg, hint=hint)
+    raise UsageError(msg, hint="merge-stream CKPT OUT; further folders of the same checkpoint: --input DIR")

@@ -42,6 +42,8 @@ class Console:
         self._fancy = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def __enter__(self) -> Self:
+        if self._fancy:
+            import rich.progress  # noqa: F401 - now, so that its memory counts before the bound is fitted
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,8 @@
-"""What `inspect` and `plan` tell: a checkpoint described, a merge forecast."""
+"""What `inspect` and `plan` tell: a checkpoint described, a merge forecast; and what a killed run had finished."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -11,16 +12,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from merge_stream.api import Job, check_disk, make_plan
-from merge_stream.engine.events import Observer
+from merge_stream.engine.events import Observer, Warned
 from merge_stream.engine.executor import StopFlag
+from merge_stream.engine.memory import peak_rss
+from merge_stream.errors import PlanMismatchError
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
-from merge_stream.output.place import choose_place
+from merge_stream.output.place import OutputPlace, choose_place, finish_interrupted_commit, interrupted_commit
+from merge_stream.planning.plan import Plan
+from merge_stream.report import Report
 from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import format_bytes, format_duration
 
-__all__ = ["Description", "Forecast", "describe", "forecast"]
+__all__ = ["Description", "Forecast", "committed_before", "describe", "forecast"]
 
 _SAMPLE_BYTES = 32 << 20
 _SAMPLE_SECONDS = 0.5
@@ -47,7 +52,7 @@ class Description:
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object."""
-        return asdict(self)
+        return {"ok": True, **asdict(self)}
 
     def lines(self) -> list[str]:
         """For a person."""
@@ -57,8 +62,8 @@ class Description:
             f"  format      {self.format}",
             *(f"  {key:<11} {value}" for key, value in self.facts.items()),
             f"  tensors     {self.tensor_count} ({types}), {self.parameters:,} elements, {format_bytes(self.nbytes)}",
-            f"  stored in   {self.files} files, {self.shards} shards"
-            + (f", {self.replicas} further copies" if self.replicas else ""),
+            f"  stored in   {_count(self.files, 'file')}, {_count(self.shards, 'shard')}"
+            + (f", {_count(self.replicas, 'further copy', 'further copies')}" if self.replicas else ""),
         ]
         if self.ignored:
             text.append("  ignored     " + ", ".join(f"{count} {kind}" for kind, count in self.ignored.items()))
@@ -68,7 +73,7 @@ class Description:
         )
         text += [f"  note: {note}" for note in self.notes]
         text += [
-            f"    {name}  {dtype} {list(shape)}  {shards} shards"
+            f"    {name}  {dtype} {list(shape)}  {_count(shards, 'shard')}"
             for name, (dtype, shape, shards) in self.tensors.items()
         ]
         return text
@@ -84,11 +89,11 @@ def describe(catalog: Catalog, *, every_tensor: bool) -> Description:
         tensor_count=len(catalog.tensors),
         nbytes=catalog.nbytes,
         parameters=sum(t.size for t in tensors),
-        dtypes=Counter(t.dtype.name for t in tensors),
+        dtypes=dict(Counter(t.dtype.name for t in tensors)),
         files=len(catalog.files),
         shards=sum(len(t.shards) for t in tensors),
         replicas=sum(len(t.replicas) for t in tensors if t.replicas is not None),
-        ignored=catalog.ignored,
+        ignored=dict(catalog.ignored),
         notes=catalog.notes,
         config_dirs=catalog.config_dirs,
         tensors={t.name: (t.dtype.name, t.shape, len(t.shards)) for t in tensors} if every_tensor else {},
@@ -122,13 +127,14 @@ class Forecast:
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object."""
-        return asdict(self)
+        return {"ok": True, **asdict(self)}
 
     def lines(self) -> list[str]:
         """For a person."""
+        files = _count(len(self.output_files), "file")
         text = [
             f"{self.root} ({self.format}), names: {self.architecture}",
-            f"  writes      {format_bytes(self.write_nbytes)}, {self.tensors} tensors, {len(self.output_files)} files",
+            f"  writes      {format_bytes(self.write_nbytes)}, {self.tensors} tensors, {files}",
             f"  disk        {format_bytes(self.disk_free)} free where OUT goes",
             *(f"              {name}  {format_bytes(size)}" for name, size in list(self.output_files.items())[:10]),
             *([f"              and {len(self.output_files) - 10} more"] if len(self.output_files) > 10 else []),
@@ -161,6 +167,8 @@ def forecast(
     job = make_plan(catalog, options, observer=observer, stop=stop)
     target = os.getcwd()
     if place is not None:
+        if not options.restart:
+            _check_partial(place, job.plan)
         check_disk(job, place)
         target = place.out
     while not os.path.exists(target):
@@ -185,10 +193,82 @@ def forecast(
         fingerprint=plan.fingerprint,
         coverage=f"all {len(catalog.tensors)} source tensors are tiled by their shards; all outputs by their sources",
         dropped=plan.dropped,
-        ignored=catalog.ignored,
+        ignored=dict(catalog.ignored),
         warnings=job.warnings,
         notes=plan.notes,
     )
+
+
+def committed_before(
+    paths: Sequence[str],
+    out: str,
+    options: MergeOptions,
+    *,
+    opening: OpenOptions,
+    observer: Observer,
+    stop: StopFlag,
+) -> Report | None:
+    """The report of this merge when an earlier run was killed with only renames left: they are made now.
+
+    None when there is no such run, or when it was another merge than this one.
+    """
+    fingerprint = interrupted_commit(out)
+    if not fingerprint:
+        return None
+    finish_interrupted_commit(out)
+    observer(Warned(f"an earlier run was ended while it moved the finished model to {out}; it is there now"))
+    job = make_plan(open_checkpoint(paths, opening), options, observer=observer, stop=stop)
+    plan = job.plan
+    if plan.fingerprint != fingerprint:
+        return None
+    return Report(
+        out=os.path.abspath(out),
+        format=job.catalog.format,
+        architecture=job.mapping.architecture,
+        fingerprint=plan.fingerprint,
+        dtype=job.options.dtype,
+        layout=job.options.layout,
+        tensors=len(plan.parameters),
+        files=[o.name for o in plan.outputs],
+        resumed_nbytes=plan.write_nbytes - sum(len(o.header) for o in plan.outputs),
+        output_nbytes=plan.write_nbytes,
+        memory={
+            "allowed": job.memory.allowed,
+            "projected": job.memory.projected,
+            "reserved": job.memory.reserved,
+            "peak": peak_rss(),
+        },
+        verified=["the run that wrote it had checked everything and was ended while it moved the model"],
+        warnings=job.warnings,
+        notes=plan.notes,
+        dropped=plan.dropped,
+        ignored=job.catalog.ignored,
+        side_files={f.name: f.origin for f in job.folder.side_files.files},
+    )
+
+
+def _check_partial(place: OutputPlace, plan: Plan) -> None:
+    """Refuse where a merge would: the partial folder was begun with other sources or options."""
+    path = os.path.join(place.work, "plan.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)["identity"]
+    except FileNotFoundError:
+        return
+    except (ValueError, KeyError, TypeError):
+        found = {"plan.json": "unreadable"}
+    wanted = dict(plan.identity)
+    other = [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
+    if other:
+        msg = (
+            f"{place.work} belongs to another run: {other[0]} was {found.get(other[0], 'not there')}, "
+            f"now {wanted.get(other[0], 'not there')}"
+        )
+        raise PlanMismatchError(msg, hint="give the same options to continue it, or --restart to begin anew")
+
+
+def _count(number: int, word: str, words: str = "") -> str:
+    return f"{number} {word if number == 1 else words or word + 's'}"
 
 
 def _read_rate(job: Job) -> float:

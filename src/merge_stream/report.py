@@ -46,7 +46,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object; sizes in bytes, times in seconds."""
-        return {"ok": True, **asdict(self)}
+        return {"ok": True, **asdict(self), "ignored": dict(self.ignored)}
 
     def lines(self) -> list[str]:
         """The result for a person."""

@@ -7,19 +7,22 @@
 
 An existing OUT is never touched before the new model is whole. A file `committing` in the
 work folder marks that everything is checked and only renames are left; a start that finds
-it finishes them.
+it finishes them. The mark is the last to go: a killed run leaves either a mark or nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from merge_stream.errors import MergeStreamError, OutputExistsError, UsageError
+from merge_stream.errors import MergeStreamError, OutputBusyError, OutputExistsError, UsageError
 
-__all__ = ["OutputPlace", "choose_place", "commit", "finish_interrupted_commit"]
+__all__ = ["OutputPlace", "choose_place", "commit", "finish_interrupted_commit", "interrupted_commit"]
 
 _MARK = "committing"
 _INNER = ".merge-stream"
@@ -45,13 +48,16 @@ class OutputPlace:
 def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[str, ...] = ()) -> OutputPlace:
     """Decide where to work; OutputExistsError when OUT may not be touched, UsageError when it cannot be meant."""
     text = os.fspath(out)
-    path = os.path.abspath(text)
+    path = _absolute(out)
     if text.endswith(_WEIGHT_ENDINGS):
         msg = f"OUT is a folder, and {text} is named like a file"
         raise UsageError(msg, hint="name a folder; the weights become OUT/model*.safetensors")
     for given in inputs:
         if os.path.realpath(given) == os.path.realpath(path):
             msg = f"OUT is the input folder {given}"
+            raise UsageError(msg, hint="choose another folder: the checkpoint is never changed")
+        if os.path.realpath(os.path.join(given, "huggingface")) == os.path.realpath(path) and os.path.isdir(path):
+            msg = f"OUT is the folder of config and tokenizer inside the checkpoint {given}"
             raise UsageError(msg, hint="choose another folder: the checkpoint is never changed")
     if not os.path.lexists(path):
         return OutputPlace(path, path + ".partial", inside=False, replaces=False)
@@ -87,28 +93,97 @@ def _check_replaceable(path: str, entries: set[str]) -> None:
         raise OutputExistsError(msg, hint="move or remove it")
 
 
+def interrupted_commit(out: str | os.PathLike[str]) -> str | None:
+    """Fingerprint of the model that a killed run had finished and was moving to OUT; None when there is none."""
+    for place in _places(_absolute(out)):
+        mark = _read_mark(place.work)
+        if mark is not None:
+            return mark.fingerprint
+    return None
+
+
 def finish_interrupted_commit(out: str | os.PathLike[str]) -> bool:
     """Finish the renames of a run that was killed while it committed; True when there was one."""
-    path = os.path.abspath(os.fspath(out))
-    for place in (
-        OutputPlace(path, path + ".partial", inside=False, replaces=True),
-        OutputPlace(path, os.path.join(path, _INNER), inside=True, replaces=False),
-    ):
-        if os.path.exists(os.path.join(place.work, _MARK)):
-            _rename(place)
+    path = _absolute(out)
+    for place in _places(path):
+        mark = _read_mark(place.work)
+        if mark is not None:
+            with _no_other_run(place):
+                _rename(OutputPlace(place.out, place.work, place.inside, mark.replaces))
             return True
+    if os.path.isdir(path):
+        with contextlib.suppress(OSError):
+            os.rmdir(path + ".partial")  # only when empty: the last step of a commit was cut off
     return False
 
 
 def commit(place: OutputPlace) -> None:
     """Make the staged model visible as OUT; everything in it must be checked and synced."""
     sync_folder(place.model_dir)
-    with open(os.path.join(place.work, _MARK), "w", encoding="ascii") as file:
-        file.write("all checks passed; only renames are left\n")
+    fingerprint = ""
+    plan = os.path.join(place.work, "plan.json")
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(plan, encoding="utf-8") as file:
+        fingerprint = str(json.load(file)["fingerprint"])
+    mark = os.path.join(place.work, _MARK)
+    with open(mark + ".new", "w", encoding="utf-8") as file:
+        note = "all checks passed, only renames are left"
+        json.dump({"note": note, "fingerprint": fingerprint, "replaces": place.replaces}, file)
         file.flush()
         os.fsync(file.fileno())
+    os.replace(mark + ".new", mark)
     sync_folder(place.work)
     _rename(place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What the mark says; `replaces` tells that OUT.old is ours to remove."""
+
+    fingerprint: str
+    replaces: bool
+
+
+def _read_mark(work: str) -> _Mark | None:
+    try:
+        with open(os.path.join(work, _MARK), encoding="utf-8") as file:
+            content = json.load(file)
+        return _Mark(str(content["fingerprint"]), content["replaces"] is True)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError):
+        return _Mark("", replaces=False)
+
+
+def _places(path: str) -> tuple[OutputPlace, ...]:
+    """Where an earlier run for the folder `path` can have worked."""
+    return (
+        OutputPlace(path, path + ".partial", inside=False, replaces=False),
+        OutputPlace(path, os.path.join(path, _INNER), inside=True, replaces=False),
+    )
+
+
+def _absolute(out: str | os.PathLike[str]) -> str:
+    """The folder meant: a link to a folder stands for that folder."""
+    path = os.path.abspath(os.fspath(out))
+    return os.path.realpath(path) if os.path.islink(path) and os.path.isdir(path) else path
+
+
+@contextlib.contextmanager
+def _no_other_run(place: OutputPlace) -> Iterator[None]:
+    """Hold the lock of the work folder, where it still has one."""
+    try:
+        fd = os.open(os.path.join(place.work, "lock"), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        msg = f"another merge-stream is just moving the finished model to {place.out}"
+        raise OutputBusyError(msg, hint="wait for it to end") from error
+    finally:
+        os.close(fd)
 
 
 def _rename(place: OutputPlace) -> None:
@@ -120,17 +195,31 @@ def _rename(place: OutputPlace) -> None:
                 os.rename(os.path.join(model, name), os.path.join(out, name))
             sync_folder(out)
         elif os.path.isdir(model):
-            if os.path.lexists(out):
+            if place.replaces and os.path.lexists(out):
                 os.rename(out, old)
             os.rename(model, out)
             sync_folder(os.path.dirname(out))
     except OSError as error:
         msg = f"the finished model could not be moved to {out}: {error.strerror}"
         raise MergeStreamError(msg, hint=f"it is whole in {model}; the same command tries the move again") from error
-    if place.replaces and os.path.isdir(old):
-        shutil.rmtree(old)
     with contextlib.suppress(OSError):
-        shutil.rmtree(place.work)
+        if place.replaces and os.path.isdir(old):
+            shutil.rmtree(old)
+        _remove_work(place.work)
+
+
+def _remove_work(work: str) -> None:
+    """Remove the partial folder, its mark last."""
+    for name in os.listdir(work):
+        path = os.path.join(work, name)
+        if name == _MARK:
+            continue
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    os.unlink(os.path.join(work, _MARK))
+    os.rmdir(work)
 
 
 def sync_folder(path: str) -> None:
