@@ -20,11 +20,11 @@ LAYERS = (
     ("errors", "units", "options", "tensors"),
     ("storage",),
     ("containers",),
-    ("formats", "architectures", "encodings", "discovery"),
+    ("formats", "architectures", "encodings", "discovery", "opening"),
     ("planning",),
     ("engine",),
     ("output", "verification", "report"),
-    ("api", "cli", "__main__", "__init__"),
+    ("api", "cli", "cli_options", "console", "inspection", "verl_spelling", "__main__", "__init__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FACE = len(LAYERS) - 1
