@@ -8,6 +8,7 @@ rightly (pydantic reads "50%" as 50 bytes, humanfriendly "32Gi" as 32 * 10^9).
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from merge_stream.errors import UsageError
 
@@ -24,7 +25,7 @@ def parse_bytes(text: str) -> int:
         msg = f"{text!r} is not a size"
         raise UsageError(msg, hint="write for example 32G, 32GB (10^9), 32GiB (2^30), 500M or plain bytes")
     base = 1024 if match["binary"] else 1000
-    size = int(float(match["number"]) * base ** _POWER[match["unit"].lower()])
+    size = int(Decimal(match["number"]) * base ** _POWER[match["unit"].lower()])
     if size <= 0:
         msg = f"{text!r} is not a size above zero"
         raise UsageError(msg)
@@ -61,7 +62,7 @@ def format_bytes(size: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """A duration for people: "0.8 s", "2 min 05 s", "3 h 20 min"."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -1,9 +1,11 @@
 """Plain element types: keep the source's, or cast floating tensors to bf16, fp16 or fp32.
 
-Rounds to nearest even, once, from the source type; integers, bools and 8-bit floats are
-never cast. The values equal torch's `Tensor.to` (tested); NaN stays NaN, its payload is
-not specified. Values beyond the range of fp16 become infinite, as in torch, and are
-counted so that the report can say so.
+Rounds to nearest even (fp64 to 16 bits by way of fp32); integers, bools and 8-bit floats
+are never cast. The values equal torch's `Tensor.to` (tested); NaN stays NaN, its payload
+is not specified. Values beyond the range of the target become infinite, as in torch, and
+are counted so that the report can say so.
+
+Works in blocks, so that what numpy allocates besides the lease stays small.
 """
 
 from __future__ import annotations
@@ -16,6 +18,14 @@ from merge_stream.tensors.dtype import DType, dtype_named
 __all__ = ["Cast", "encoding_for"]
 
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_BLOCK = 64 << 10
+_EXPONENT = {
+    "bfloat16": np.uint16(0x7F80),
+    "float16": np.uint16(0x7C00),
+    "float32": np.uint32(0x7F800000),
+    "float64": np.uint64(0x7FF << 52),
+}
+"""The exponent bits of each type; all are set in infinities and NaN, and in nothing else."""
 
 
 class Cast:
@@ -31,15 +41,18 @@ class Cast:
 
     def encode(self, values: np.ndarray, out: np.ndarray) -> int:
         """Cast into `out`; returns the number of finite values that became infinite."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            if values.dtype.itemsize == 8 and out.dtype.itemsize == 2:
-                values = values.astype(np.float32)
-            np.copyto(out, values, casting="unsafe")
-            if out.dtype == np.float16 and values.dtype != np.float16:
-                infinite = np.isinf(out)
-                if infinite.any():
-                    return int(np.count_nonzero(infinite & np.isfinite(values)))
-        return 0
+        exponent = _EXPONENT[out.dtype.name]
+        bits = out.view(exponent.dtype)
+        by_float = values.dtype == np.float64 and out.dtype.itemsize == 2
+        lost = 0
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            for low in range(0, len(values), _BLOCK):
+                part = slice(low, low + _BLOCK)
+                wide = values[part]
+                np.copyto(out[part], wide.astype(np.float32) if by_float else wide, casting="unsafe")
+                if (bits[part] & exponent).max() == exponent:  # an infinity or NaN is among them
+                    lost += int(np.count_nonzero(np.isinf(out[part]) & np.isfinite(wide)))
+        return lost
 
 
 def encoding_for(name: DtypeName) -> Cast:

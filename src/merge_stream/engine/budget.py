@@ -99,8 +99,8 @@ class MemoryBudget:
         """A slab; waits while all allowed ones are out."""
         with self._change:
             self._change.wait_for(lambda: self._out < self._allowed)
-            self._out += 1
             slab = self._idle.pop() if self._idle else _Slab(self.slab_bytes)
+            self._out += 1
         try:
             yield Lease(slab.memory)
         finally:

@@ -144,7 +144,7 @@ def _measure(  # noqa: PLR0917 - numbers of one tile
 ) -> None:
     a, b = x.view(dtype.numpy()), y.view(dtype.numpy())
     raw_a, raw_b = x.view(f"u{dtype.itemsize}"), y.view(f"u{dtype.itemsize}")
-    wide = np.complex128 if dtype.kind == "complex" else np.float64
+    wide = _wide(dtype)
     for low in range(0, len(a), _BLOCK):
         high = min(low + _BLOCK, len(a))
         p, q = a[low:high].astype(wide), b[low:high].astype(wide)
@@ -152,19 +152,29 @@ def _measure(  # noqa: PLR0917 - numbers of one tile
             error = np.abs(p - q)
             unlike = raw_a[low:high] != raw_b[low:high]
             if not tolerance.exact:
-                close = (error <= tolerance.atol + tolerance.rtol * np.abs(p)) | (np.isnan(p) & np.isnan(q)) | (p == q)
-                unlike &= ~close
+                near = np.isfinite(error) & (error <= tolerance.atol + tolerance.rtol * np.abs(p))
+                unlike &= ~(near | (np.isnan(p) & np.isnan(q)) | (p == q))
             where = np.flatnonzero(unlike)
             if not len(where):
                 continue
             relative = np.nan_to_num(error[where] / np.abs(p[where]), nan=0.0, posinf=np.inf)
+            error[np.isnan(p) & np.isnan(q)] = 0  # other bits, no other value
             into.max_abs = max(into.max_abs, float(np.nan_to_num(error[where], nan=np.inf).max()))
             into.max_rel = max(into.max_rel, float(relative.max()))
         if into.first is None:
             k = int(where[0])
             into.first = _index(at + low + k, shape)
-            into.first_wanted, into.first_got = float(abs(p[k]) if wide is np.complex128 else p[k]), float(q[k].real)
+            if dtype.kind == "complex":
+                p, q = np.abs(p), np.abs(q)
+            into.first_wanted, into.first_got = float(p[k]), float(q[k])
         into.count += len(where)
+
+
+def _wide(dtype: DType) -> type[np.generic]:
+    """A type that holds every value of `dtype`, so that a difference of one is seen as one."""
+    if dtype.kind == "complex":
+        return np.complex128
+    return np.longdouble if dtype.kind == "int" and dtype.itemsize == 8 else np.float64
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:

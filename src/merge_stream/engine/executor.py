@@ -83,7 +83,8 @@ def execute(
         for segment in segments_of(plan, segment_bytes):
             if done.covers(segment.output, segment.start, segment.stop):
                 result.resumed_nbytes += segment.stop - segment.start
-                observer(Progress(segment.stop - segment.start, resumed=True))
+                with tell:
+                    observer(Progress(segment.stop - segment.start, resumed=True))
             else:
                 yield segment
 
@@ -151,8 +152,11 @@ def _run_workers(items: Iterable[T], worker: Callable[[Iterator[T]], None], coun
     threads = [threading.Thread(target=run, name=f"worker-{k}", daemon=True) for k in range(count)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.2)  # short waits, so that signal handlers run in the main thread
+    while any(thread.is_alive() for thread in threads):
+        try:
+            for thread in threads:
+                thread.join(0.2)  # short waits, so that signal handlers run in the main thread
+        except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt: no worker may outlive the call
+            failures.append(error)
     if failures:
         raise failures[0]

@@ -3,30 +3,37 @@
 A text file, one line for each group of ranges written together:
 
     r <output> <start> <stop> <xxh3-64> [<output> <start> <stop> <xxh3-64> ...] <check>
-    s <count> <check>         the first `count` r-lines of the file are on stable storage
+    s <count> <check>         of the first `count` r-lines, those of this run are on stable storage
     b <boot id> <check>       a run began on this boot of the machine
+    x <output> <check>        what was noted so far about this output file holds no more
 
 `check` is the xxh3-64 of the line before it. A line is appended after its ranges were
 written, so after `kill -9` every line is true (the page cache survives the process). After
-a power failure lines behind the last `s` may not be: on another boot they are believed
-only when the bytes on disk have the noted checksum. A torn tail is cut off.
+a power failure lines that no `s` of their own run covers may not be: on another boot they
+are believed only when the bytes on disk have the noted checksum. (An `s` of a later run
+says nothing about them: that run may have found them false, or not have synced their file.)
+A torn tail is cut off; so is, when a sync fails, what was noted since the last one that
+did not: the kernel may have dropped those pages.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import xxhash
 
 from merge_stream.errors import CorruptCheckpointError
 
-__all__ = ["DoneRanges", "Journal", "JournalContent", "WrittenRange", "checksum", "read_journal"]
+__all__ = ["DoneRanges", "Journal", "JournalContent", "JournalMark", "WrittenRange", "checksum", "read_journal"]
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_UNKNOWN_BOOT = "unknown"
 _FIELDS = 4
 
 
@@ -56,7 +63,9 @@ class DoneRanges:
 
     def covers(self, output: int, start: int, stop: int) -> bool:
         """True when every byte of [start, stop) is done."""
-        return any(a <= start and stop <= b for a, b in self._merged.get(output, ()))
+        spans = self._merged.get(output, [])
+        k = bisect.bisect_right(spans, start, key=itemgetter(0)) - 1
+        return k >= 0 and stop <= spans[k][1]
 
     def missing(self, output: int, start: int, stop: int) -> tuple[int, int] | None:
         """The first gap within [start, stop), or None."""
@@ -102,8 +111,10 @@ def read_journal(path: str) -> JournalContent:
             text = file.read()
     except FileNotFoundError:
         text = b""
-    lines: list[tuple[list[WrittenRange], bool]] = []
-    good, durable, same_boot = 0, 0, False
+    noted: list[tuple[int, int, WrittenRange]] = []  # (run, number of the r-line, range)
+    boots: list[bool] = [False]  # for each run: was it on this boot?
+    synced: list[int] = [0]  # for each run: how many r-lines are synced
+    count = good = 0
     here = _boot_id()
     for raw in text.splitlines(keepends=True):
         body, _, check = raw.rstrip(b"\n").rpartition(b" ")
@@ -112,14 +123,27 @@ def read_journal(path: str) -> JournalContent:
         good += len(raw)
         kind, *fields = body.decode("ascii").split(" ")
         if kind == "r":
-            lines.append(([_range(fields[k : k + _FIELDS]) for k in range(0, len(fields), _FIELDS)], same_boot))
+            run = len(boots) - 1
+            noted += [(run, count, _range(fields[k : k + _FIELDS])) for k in range(0, len(fields), _FIELDS)]
+            count += 1
         elif kind == "s":
-            durable = int(fields[0])
+            synced[-1] = int(fields[0])
         elif kind == "b":
-            same_boot = fields == [here]
-    trusted = [r for k, (ranges, same) in enumerate(lines) for r in ranges if same or k < durable]
-    doubtful = [r for k, (ranges, same) in enumerate(lines) for r in ranges if not same and k >= durable]
-    return JournalContent(tuple(trusted), tuple(doubtful), len(lines), good)
+            boots.append(fields == [here] and here != _UNKNOWN_BOOT)
+            synced.append(0)
+        elif kind == "x":
+            noted = [line for line in noted if line[2].output != int(fields[0])]
+    trusted = tuple(r for run, line, r in noted if boots[run] or line < synced[run])
+    doubtful = tuple(r for run, line, r in noted if not (boots[run] or line < synced[run]))
+    return JournalContent(trusted, doubtful, count, good)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalMark:
+    """A place in a journal: behind `lines` r-lines and `nbytes` bytes."""
+
+    lines: int
+    nbytes: int
 
 
 class Journal:
@@ -131,38 +155,55 @@ class Journal:
     def __init__(self, path: str) -> None:
         self.path = path
         self.before = read_journal(path)
+        self._retracted = False
         self._lock = threading.Lock()
-        self._lines = self.before.lines
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.ftruncate(self._fd, self.before.nbytes)
         os.lseek(self._fd, self.before.nbytes, os.SEEK_SET)
+        self._mark = JournalMark(self.before.lines, self.before.nbytes)
         self._append(f"b {_boot_id()}")
+        self._durable = self._mark
 
     @property
-    def lines(self) -> int:
-        """Number of r-lines so far; give it to `synced` after syncing the data of all of them."""
-        return self._lines
+    def mark(self) -> JournalMark:
+        """How far the journal is; give it to `synced` after syncing the data of all that was noted before."""
+        return self._mark
 
     def record(self, ranges: Sequence[WrittenRange]) -> None:
         """Note that these ranges are written (one line: all of them or none)."""
-        self._append("r " + " ".join(f"{r.output} {r.start} {r.stop} {r.checksum}" for r in ranges))
-        self._lines += 1
+        self._append("r " + " ".join(f"{r.output} {r.start} {r.stop} {r.checksum}" for r in ranges), lines=1)
 
-    def synced(self, lines: int) -> None:
-        """Note that the ranges of the first `lines` r-lines are on stable storage."""
-        self._append(f"s {lines}")
+    def synced(self, mark: JournalMark) -> None:
+        """Note that all that this run recorded before `mark` is on stable storage."""
+        self._append(f"s {mark.lines}")
         os.fdatasync(self._fd)
+        self._durable = mark
+
+    def forget(self, output: int) -> None:
+        """Note that all ranges of `output` are lost; returns when that is on stable storage."""
+        self._append(f"x {output}")
+        os.fdatasync(self._fd)
+
+    def retract(self) -> None:
+        """Cut off what was recorded since the last mark that was synced: it may be lost. The journal's last word."""
+        with self._lock:
+            os.ftruncate(self._fd, self._durable.nbytes)
+            self._retracted = True
 
     def close(self) -> None:
         """Close the file."""
         with contextlib.suppress(OSError):
             os.close(self._fd)
 
-    def _append(self, line: str) -> None:
+    def _append(self, line: str, *, lines: int = 0) -> None:
         data = f"{line} {xxhash.xxh3_64_hexdigest(line.encode())}\n".encode()
         with self._lock:
+            if self._retracted:
+                return
+            mark = JournalMark(self._mark.lines + lines, self._mark.nbytes + len(data))
             while data:
                 data = data[os.write(self._fd, data) :]
+            self._mark = mark
 
 
 def _range(fields: Sequence[str]) -> WrittenRange:
@@ -179,4 +220,4 @@ def _boot_id() -> str:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
     except OSError:
-        return "unknown"
+        return _UNKNOWN_BOOT  # never the same as another: such lines are checked

@@ -74,18 +74,21 @@ class DirectStaging:
         self.work = work
         self.model_dir = os.path.join(work, "model")
         self._plan = plan
-        os.makedirs(work, exist_ok=True)
-        self._lock_fd = _locked(os.path.join(work, "lock"))
+        self._lock_fd = _locked(work)
         try:
             if restart:
                 self._wipe()
             self.resumed = self._claim()
             self.sink: ByteSink = LocalSink(self.model_dir)
             self._journal = Journal(os.path.join(work, "journal"))
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        try:
             self._done = DoneRanges(self._believed())
             self._lay_out()
         except BaseException:
-            os.close(self._lock_fd)
+            self._release()
             raise
         self._unsynced: dict[int, int] = {}
         self._change = threading.Condition()
@@ -114,9 +117,14 @@ class DirectStaging:
     def sync(self) -> None:
         """Sync what is written and note it."""
         self._stop_flusher()
-        for output in self._plan.outputs:
-            self.sink.sync(output.name)
-        self._journal.synced(self._journal.lines)
+        mark = self._journal.mark
+        try:
+            for output in self._plan.outputs:
+                self.sink.sync(output.name)
+        except Exception:
+            self._journal.retract()
+            raise
+        self._journal.synced(mark)
 
     def ranges(self) -> DoneRanges:
         """What the journal file holds now, read back from disk."""
@@ -124,8 +132,11 @@ class DirectStaging:
 
     def close(self) -> None:
         """Stop the flusher, close files, release the lock."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             self._stop_flusher()
+        self._release()
+
+    def _release(self) -> None:
         self.sink.close()
         self._journal.close()
         with contextlib.suppress(OSError):
@@ -168,12 +179,19 @@ class DirectStaging:
         return False
 
     def _believed(self) -> Iterator[WrittenRange]:
-        """Ranges that are surely on disk; doubtful ones are read and compared with their checksum."""
+        """Ranges that are surely on disk; doubtful ones are read and compared with their checksum.
+
+        What is noted about a file that is gone or has another size is struck out for good,
+        before the file is laid out anew: a later run could not tell.
+        """
         present = {
             number
             for number, output in enumerate(self._plan.outputs)
             if _size(os.path.join(self.model_dir, output.name)) == output.nbytes
         }
+        noted = {r.output for r in (*self._journal.before.trusted, *self._journal.before.doubtful)}
+        for number in sorted(noted - present):
+            self._journal.forget(number)
         yield from (r for r in self._journal.before.trusted if r.output in present)
         for r in self._journal.before.doubtful:
             if r.output in present and r.stop - r.start <= _LARGEST_RECHECK:
@@ -194,13 +212,15 @@ class DirectStaging:
                 self._change.wait_for(lambda: self._closing or sum(self._unsynced.values()) >= _FLUSH_BYTES)
                 if self._closing:
                     return
-                batch, lines = dict(self._unsynced), self._journal.lines
+                batch, mark = dict(self._unsynced), self._journal.mark
             try:
                 for output in batch:
                     self.sink.sync(self._plan.outputs[output].name)
-                self._journal.synced(lines)
-            except OSError as error:
+                self._journal.synced(mark)
+            except Exception as error:  # noqa: BLE001 - carried to whoever writes next
                 with self._change:
+                    with contextlib.suppress(OSError):
+                        self._journal.retract()
                     self._failure = error
                     self._change.notify_all()
                 return
@@ -220,15 +240,26 @@ class DirectStaging:
             raise self._failure
 
 
-def _locked(path: str) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+def _locked(work: str) -> int:
+    """Descriptor of the locked file `lock` in the folder `work`, which is made."""
+    path = os.path.join(work, "lock")
+    while True:
+        os.makedirs(work, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # removed by a run that commits right now
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except BlockingIOError as error:
+            os.close(fd)
+            msg = f"another merge-stream writes {work} right now"
+            raise OutputBusyError(msg, hint="wait for it to end, or choose another OUT") from error
+        except FileNotFoundError:  # the same, between opening and locking: a lock that nobody else can see
+            pass
         os.close(fd)
-        msg = f"another merge-stream writes {os.path.dirname(path)} right now"
-        raise OutputBusyError(msg, hint="wait for it to end, or choose another OUT") from error
-    return fd
 
 
 def _size(path: str) -> int:

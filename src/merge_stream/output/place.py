@@ -48,13 +48,17 @@ class OutputPlace:
 def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[str, ...] = ()) -> OutputPlace:
     """Decide where to work; OutputExistsError when OUT may not be touched, UsageError when it cannot be meant."""
     text = os.fspath(out)
+    if not text:
+        msg = "OUT is an empty name"
+        raise UsageError(msg, hint="name the folder that the model goes to")
     path = _absolute(out)
     if text.endswith(_WEIGHT_ENDINGS):
         msg = f"OUT is a folder, and {text} is named like a file"
         raise UsageError(msg, hint="name a folder; the weights become OUT/model*.safetensors")
     for given in inputs:
-        if os.path.realpath(given) == os.path.realpath(path):
-            msg = f"OUT is the input folder {given}"
+        inner, outer = os.path.realpath(given), os.path.realpath(path)
+        if inner == outer or inner.startswith(outer.rstrip("/") + "/"):
+            msg = f"OUT is the input folder {given}" if inner == outer else f"OUT holds the input {given}"
             raise UsageError(msg, hint="choose another folder: the checkpoint is never changed")
         if os.path.realpath(os.path.join(given, "huggingface")) == os.path.realpath(path) and os.path.isdir(path):
             msg = f"OUT is the folder of config and tokenizer inside the checkpoint {given}"
@@ -119,6 +123,10 @@ def finish_interrupted_commit(out: str | os.PathLike[str]) -> bool:
 
 def commit(place: OutputPlace) -> None:
     """Make the staged model visible as OUT; everything in it must be checked and synced."""
+    strange = set(os.listdir(place.out)) - {_INNER, "lost+found"} if place.inside else set[str]()
+    if strange:
+        msg = f"{place.out} was empty when the run began, and holds {min(strange)} now"
+        raise OutputExistsError(msg, hint=f"move that away and run again; the finished model is in {place.model_dir}")
     sync_folder(place.model_dir)
     fingerprint = ""
     plan = os.path.join(place.work, "plan.json")

@@ -7,13 +7,13 @@ its takes, before anything is planned on top of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.planning.coverage import tiling_fault
-from merge_stream.planning.plan import Assembly, ResolvedTake
+from merge_stream.planning.plan import Assembly, LowRank, ResolvedTake
 from merge_stream.tensors.box import Box, boxes_of_range
 from merge_stream.tensors.parameter import Parameter, Take
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
@@ -47,12 +47,14 @@ def check_shards(catalog: Catalog, names: Iterable[str]) -> None:
 
 
 def _check_extents(catalog: Catalog, tensor: TensorRef, table: ShardTable, sizes: np.ndarray) -> None:
-    ends = table.offset + np.prod(table.stop - table.start, axis=1, dtype=np.int64) * tensor.dtype.itemsize
-    late = np.flatnonzero((table.offset < 0) | (ends > sizes[table.file]))
+    counts = np.prod(table.stop - table.start, axis=1, dtype=np.int64)
+    room = (sizes[table.file] - table.offset) // tensor.dtype.itemsize  # counts * itemsize could leave int64
+    late = np.flatnonzero((table.offset < 0) | (counts > room))
     if len(late):
         k = int(late[0])
         file = catalog.files[int(table.file[k])]
-        msg = f"{tensor.name}: its shard in {file.name} ends at byte {int(ends[k])}, but the file has {file.nbytes}"
+        end = int(table.offset[k]) + int(counts[k]) * tensor.dtype.itemsize
+        msg = f"{tensor.name}: its shard in {file.name} ends at byte {end}, but the file has {file.nbytes}"
         raise CorruptCheckpointError(msg, hint="the file is cut: copy it again")
 
 
@@ -62,14 +64,19 @@ def _holders(catalog: Catalog, tensor: TensorRef) -> str:
     return f"shards are in {shown}" if names else "no file holds a shard"
 
 
-def resolve(catalog: Catalog, parameter: Parameter) -> Assembly:
-    """The parameter's takes over shard tables; raises when they do not tile it or mix element types."""
+def resolve(catalog: Catalog, parameter: Parameter, folds: Mapping[str, LowRank] | None = None) -> Assembly:
+    """The parameter's takes over shard tables; raises when they do not tile it or mix element types.
+
+    `folds` maps names of source tensors to the product that is added to them.
+    """
+    folds = folds or {}
     dtypes = {catalog.tensors[take.source].dtype for take in parameter.takes}
     if len(dtypes) != 1:
         names = ", ".join(f"{t.source} is {catalog.tensors[t.source].dtype}" for t in parameter.takes[:4])
         msg = f"{parameter.name} would be made of tensors of different types: {names or 'none at all'}"
         raise UnsupportedError(msg, hint="merge with --layout as-is, or save the model in one type")
-    takes = tuple(_resolved(catalog.tensors[take.source], take, parameter) for take in parameter.takes)
+    takes = tuple(_resolved(catalog.tensors[take.source], take, parameter, folds.get(take.source)) for take in parameter.takes)
+    takes = tuple(take for take in takes if take.dest_box.size)  # a source without elements adds none
     fault = None
     if math.prod(parameter.view) != math.prod(parameter.shape):
         fault = f"its view {list(parameter.view)} has another number of elements"
@@ -85,18 +92,24 @@ def resolve(catalog: Catalog, parameter: Parameter) -> Assembly:
     return Assembly(parameter.view, dtypes.pop(), takes)
 
 
-def _resolved(tensor: TensorRef, take: Take, parameter: Parameter) -> ResolvedTake:
+def _resolved(tensor: TensorRef, take: Take, parameter: Parameter, fold: LowRank | None) -> ResolvedTake:
     shape = (*take.split, *tensor.shape[1:]) if take.split else tensor.shape
     box = take.source_box
     axes = take.permute or tuple(range(len(shape)))
-    inside = len(box.start) == len(shape) and all(
-        0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)
+    inside = (
+        len(box.start) == len(shape)
+        and sorted(axes) == list(range(len(shape)))
+        and (not take.split or math.prod(take.split) == math.prod(tensor.shape[:1]))
+        and all(0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True))
     )
     if not inside or tuple(box.shape[a] for a in axes) != take.dest_box.shape:
         msg = f"{parameter.name}: the rule takes {box} of {tensor.name} {list(tensor.shape)} for {take.dest_box}"
         raise CorruptCheckpointError(msg, hint="config.json and the tensors' shapes contradict each other")
     table = split_leading_dim(tensor.shards, take.split, tensor.dtype.itemsize) if take.split else tensor.shards
-    return ResolvedTake(table, box, take.dest_box, take.permute)
+    if fold is not None and take.split:
+        msg = f"{parameter.name}: LoRA on a tensor whose rows are reordered cannot be folded"
+        raise UnsupportedError(msg, hint="--lora keep writes model and adapter apart")
+    return ResolvedTake(table, box, take.dest_box, take.permute, fold)
 
 
 def split_leading_dim(table: ShardTable, factors: tuple[int, ...], itemsize: int) -> ShardTable:
