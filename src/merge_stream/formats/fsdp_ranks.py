@@ -14,6 +14,8 @@ disjoint meshes are compared (`_mesh_groups`).
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -65,12 +67,13 @@ class FsdpRanks:
         numbers = np.full(max(chosen.files) + 1, -1, dtype=np.int32)
         metadata = 0
         forms: set[str] = set()
-        for rank, name in chosen.files.items():
-            numbers[rank] = files.index(name)
-            file = open_torch_file(tree, name)
-            index.add_file(RankFile(rank, name, file), names.of(file))
-            metadata += file.metadata_nbytes
-            forms.add(file.producer.get("writer", "torch < 2.9"))
+        with _no_cycles():
+            for rank, name in chosen.files.items():
+                numbers[rank] = files.index(name)
+                file = open_torch_file(tree, name)
+                index.add_file(RankFile(rank, name, file), names.of(file))
+                metadata += file.metadata_nbytes
+                forms.add(file.producer.get("writer", "torch < 2.9"))
         if not index.tensors:
             msg = f"the rank files of {tree.label} hold no tensors"
             raise IncompleteShardsError(msg, hint="the trainer was told to save something else than the model")
@@ -90,6 +93,18 @@ class FsdpRanks:
             config_dirs=config_dirs(tree),
             metadata_nbytes=metadata + resolver.compared_nbytes,
         )
+
+
+@contextlib.contextmanager
+def _no_cycles() -> Iterator[None]:
+    """Without the cycle collector: it would walk all recorders again and again (a fifth of the time) for nothing."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class _Names:
@@ -140,9 +155,9 @@ def _refuse_flat(names: Iterable[str], where: str) -> None:
     for name in names:
         if _FLAT.fullmatch(name.rpartition(".")[2]):
             msg = (
-                f"{where} holds FSDP1 flat parameters ({name!r}), as LOCAL_STATE_DICT saves them: each is many parameters "
-                "laid end to end and cut into equal parts; their names, shapes and order are not in the file, so it "
-                "cannot be split"
+                f"{where} holds FSDP1 flat parameters ({name!r}), as LOCAL_STATE_DICT saves them: many parameters laid "
+                "end to end and cut into equal parts; their names, shapes and order are not in the file, so they cannot "
+                "be split"
             )
             hint = "load it with the training script and save again with SHARDED_STATE_DICT or FULL_STATE_DICT"
             raise UnsupportedError(msg, hint=hint)
