@@ -156,8 +156,8 @@ def _refuse_flat(names: Iterable[str], where: str) -> None:
         if _FLAT.fullmatch(name.rpartition(".")[2]):
             msg = (
                 f"{where} holds FSDP1 flat parameters ({name!r}), as LOCAL_STATE_DICT saves them: many parameters laid "
-                "end to end and cut into equal parts; their names, shapes and order are not in the file, so they cannot "
-                "be split"
+                "end to end and cut into equal parts; their names, shapes and order are not in the file, so they "
+                "cannot be split"
             )
             hint = "load it with the training script and save again with SHARDED_STATE_DICT or FULL_STATE_DICT"
             raise UnsupportedError(msg, hint=hint)
