@@ -77,13 +77,59 @@ class TestIdentity:
         shapes = llama() | experts(fused=False)
         assert names(map_names(catalog(shapes), info(kind), "upstream")) == set(shapes)
 
-    @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
-    def test_fused_experts_are_refused_and_written_as_is(self, kind: str) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "block", "words"),
+        [
+            ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+            ("deepseek_v3", "mlp", ("gate_proj", "up_proj", "down_proj")),
+            ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
+        ],
+    )
+    @pytest.mark.parametrize("hidden_first", [False, True])
+    def test_case_109_fused_experts_become_one_tensor_each(
+        self, kind: str, block: str, words: tuple[str, ...], hidden_first: bool
+    ) -> None:
         shapes = llama() | experts(fused=True)
+        sources = {n: np.random.default_rng(1).random(s, dtype=np.float32) for n, s in shapes.items()}
+        gate_up, down = (sources[f"model.layers.0.mlp.experts.{n}"] for n in ("gate_up_proj", "down_proj"))
+        if hidden_first:
+            for name in list(experts(fused=True)):
+                sources[name] = np.ascontiguousarray(sources[name].swapaxes(1, 2))
+        mapping = map_names(catalog({n: v.shape for n, v in sources.items()}), info(kind), "upstream")
+        got = {p.name: replay(p, sources) for p in mapping.parameters}
+        assert len(got) == len(llama()) + 12
+        for e in range(4):
+            at = f"model.layers.0.{block}.experts.{e}."
+            assert np.array_equal(got[f"{at}{words[0]}.weight"], gate_up[e, :6])
+            assert np.array_equal(got[f"{at}{words[1]}.weight"], gate_up[e, 6:])
+            assert np.array_equal(got[f"{at}{words[2]}.weight"], down[e])
+
+    def test_fused_experts_are_written_as_is_when_asked(self) -> None:
+        shapes = llama() | experts(fused=True)
+        assert names(map_names(catalog(shapes), info("qwen3_moe"), "as-is")) == set(shapes)
+
+    @pytest.mark.parametrize("kind", ["llama", "qwen3"])
+    def test_fused_experts_of_a_family_without_any_are_refused(self, kind: str) -> None:
         with pytest.raises(UnsupportedError, match=r"2 fused expert tensors .*gate_up_proj") as caught:
-            map_names(catalog(shapes), info(kind), "upstream")
+            map_names(catalog(llama() | experts(fused=True)), info(kind), "upstream")
         assert "--layout as-is" in caught.value.hint
-        assert names(map_names(catalog(shapes), info(kind), "as-is")) == set(shapes)
+
+    @pytest.mark.parametrize(
+        ("more", "error", "match"),
+        [
+            ({"model.layers.0.mlp.experts.gate_up_proj": (4, 12, 8)}, IncompleteShardsError, "down_proj is missing"),
+            (experts(fused=True) | {"model.layers.0.mlp.experts.down_proj": (4, 8, 5)}, CheckpointError, "two halves"),
+            ({"model.layers.0.mlp.experts.w1": (4, 12, 8)}, UnsupportedError, r"1 of \d+ tensors have no place .*w1"),
+            (
+                {"model.visual.patch.weight": (4, 12)},
+                UnsupportedError,
+                r"no place in a repository of qwen3_moe: .*visual",
+            ),
+        ],
+    )
+    def test_what_the_rules_do_not_explain_is_refused(self, more: Shapes, error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=match):
+            map_names(catalog(llama() | more), info("qwen3_moe"), "upstream")
 
     def test_fused_experts_of_gpt_oss_are_its_own_layout(self) -> None:
         shapes = llama() | experts(fused=True)
@@ -111,11 +157,65 @@ class TestIdentity:
         assert "1 rows" in note
         assert "2 labels" in note
 
+    @pytest.mark.parametrize(
+        ("kind", "upstream"),
+        [
+            ("qwen2_5_vl", {"model.embed_tokens.weight", "visual.patch_embed.weight", "lm_head.weight"}),
+            (
+                "llava",
+                {
+                    "language_model.model.embed_tokens.weight",
+                    "language_model.lm_head.weight",
+                    "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+                },
+            ),
+            (
+                "qwen2_5_omni",
+                {"thinker.model.embed_tokens.weight", "thinker.lm_head.weight", "thinker.audio_tower.ln_post.weight"},
+            ),
+        ],
+    )
+    def test_case_107_names_in_memory_become_those_of_the_repository(self, kind: str, upstream: set[str]) -> None:
+        own = {"qwen2_5_vl": "visual.patch_embed", "llava": "vision_tower.encoder.layers.0.mlp.fc1"}
+        tower = own.get(kind, "audio_tower.ln_post")
+        shapes: Shapes = {
+            "model.language_model.embed_tokens.weight": (16, 8),
+            f"model.{tower}.weight": (8, 3),
+            "lm_head.weight": (16, 8),
+        }
+        mapping = map_names(catalog(shapes), info(kind, tie_word_embeddings=True), "upstream")
+        assert names(mapping) == upstream
+        (tie,) = mapping.ties
+        assert (tie.name, tie.twin) == tuple(n for k in ("lm_head", "embed_tokens") for n in upstream if k in n)
+        again = map_names(catalog({p.name: p.shape for p in mapping.parameters}), info(kind), "upstream")
+        assert names(again) == upstream
+        assert again.architecture == "identity"
+
     @pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava", "gemma3", "qwen3_vl_moe"])
-    def test_vision_models_with_memory_names_are_refused(self, kind: str) -> None:
-        shapes = {"model.language_model.embed_tokens.weight": (16, 8), "model.visual.patch_embed.proj.weight": (8, 3)}
-        with pytest.raises(UnsupportedError, match="does not rename vision") as caught:
-            map_names(catalog(shapes), info(kind), "upstream")
+    def test_value_heads_of_vision_models_keep_their_names(self, kind: str) -> None:
+        shapes: Shapes = {
+            "model.language_model.norm.weight": (8,),
+            "score.weight": (1, 8),
+            "v_head.summary.weight": (1, 8),
+        }
+        assert {"score.weight", "v_head.summary.weight"} < names(map_names(catalog(shapes), info(kind), "upstream"))
+
+    def test_experts_of_a_nested_text_model_are_split(self) -> None:
+        shapes = {n.replace("model.", "model.language_model."): s for n, s in experts(fused=True).items()}
+        mapping = map_names(catalog(shapes), info("internvl", text_config={"model_type": "qwen3_moe"}), "upstream")
+        assert len(names(mapping)) == 12
+        assert "language_model.model.layers.0.mlp.experts.3.up_proj.weight" in names(mapping)
+
+    def test_qwen3_vl_moe_keeps_its_experts_fused_with_the_hidden_size_first(self) -> None:
+        shapes = {n.replace("model.", "model.language_model."): s for n, s in experts(fused=True).items()}
+        wanted = {n: (s[0], s[2], s[1]) for n, s in shapes.items()}
+        for source in (shapes, wanted):
+            mapping = map_names(catalog(source), info("qwen3_vl_moe"), "upstream")
+            assert {p.name: p.shape for p in mapping.parameters} == wanted
+
+    def test_vision_family_without_a_table_is_refused(self) -> None:
+        with pytest.raises(UnsupportedError, match="no rules for it") as caught:
+            map_names(catalog({"model.visual.w": (8, 3)}), info("kimi_vl"), "upstream")
         assert "--layout as-is" in caught.value.hint
 
     def test_vision_model_with_upstream_names_is_accepted(self) -> None:
@@ -134,15 +234,24 @@ class TestIdentity:
         assert "--layout as-is" in caught.value.hint
         assert names(map_names(catalog(llama()), info("brand_new"), "as-is")) == set(llama())
 
-    def test_case_116_doubled_prefix_is_refused_with_a_hint(self) -> None:
-        with pytest.raises(UnsupportedError) as caught:
-            map_names(catalog(llama(prefix="model.", head=False)), info(), "upstream")
-        assert "`model.` too many" in caught.value.hint
+    @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+    @pytest.mark.parametrize("prefix", ["model.", "actor.", "actor.module."])
+    @pytest.mark.parametrize("with_base", [False, True])
+    def test_case_116_doubled_prefix_is_left_out_and_told(self, kind: str, prefix: str, with_base: bool) -> None:
+        shapes = llama(prefix=prefix)
+        mapping = map_names(catalog(shapes), info(kind, base=llama() if with_base else None), "upstream")
+        assert names(mapping) == set(llama())
+        assert any(f"began with {prefix!r} once too often" in note for note in mapping.notes)
+        body = llama(prefix="model.", head=False) | {"lm_head.weight": (16, 8)}
+        assert names(map_names(catalog(body), info(kind), "upstream")) == set(llama())
 
-    def test_head_that_transformers_5_renamed_is_refused(self) -> None:
+    def test_names_of_no_layer_are_refused(self) -> None:
+        with pytest.raises(UnsupportedError, match="no name of the checkpoint is one of a layer"):
+            map_names(catalog({"a.b.c.model.layers.0.w": (2,), "d.w": (2,)}), info(), "upstream")
+
+    def test_head_that_transformers_5_renamed_gets_its_old_name(self) -> None:
         shapes = {"gpt_neox.layers.0.attention.dense.weight": (8, 8), "lm_head.weight": (16, 8)}
-        with pytest.raises(UnsupportedError, match=r"embed_out\.weight"):
-            map_names(catalog(shapes), info("gpt_neox"), "upstream")
+        assert "embed_out.weight" in names(map_names(catalog(shapes), info("gpt_neox"), "upstream"))
 
     def test_recomputed_buffers_are_left_out_and_told(self) -> None:
         shapes = llama() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
@@ -234,13 +343,39 @@ class TestBaseModel:
         with pytest.raises(IncompleteShardsError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
             map_names(catalog(shapes), info(base=llama()), "upstream")
 
-    def test_fused_experts_are_refused_as_such_although_the_base_differs(self) -> None:
-        with pytest.raises(UnsupportedError, match="fused expert"):
-            map_names(
-                catalog(llama() | experts(fused=True)),
-                info("qwen3_moe", base=llama() | experts(fused=False)),
-                "upstream",
-            )
+    def test_experts_of_the_base_decide_how_fused_ones_are_split(self) -> None:
+        base = llama() | experts(fused=False)
+        base |= {n.replace("gate_proj", "up_proj"): s for n, s in experts(fused=False).items()}
+        base |= {n.replace("gate_proj", "down_proj"): s[::-1] for n, s in experts(fused=False).items()}
+        fused = llama() | experts(fused=True)
+        for kind, how in (("qwen3_moe", "qwen-moe"), ("brand_new", "base-index"), ("mixtral", "base-index")):
+            mapping = map_names(catalog(fused), info(kind, base=base), "upstream")
+            assert {p.name: p.shape for p in mapping.parameters} == base
+            assert mapping.architecture == how
+        hidden_first = llama() | {n: (s[0], s[2], s[1]) for n, s in experts(fused=True).items()}
+        mapping = map_names(catalog(fused), info("qwen3_moe", base=hidden_first), "upstream")
+        assert {p.name: p.shape for p in mapping.parameters} == hidden_first
+
+    def test_a_renamed_unknown_family_is_matched_with_the_index_of_the_base(self) -> None:
+        ours = {
+            "model.language_model.layers.0.w.weight": (4, 8),
+            "model.tower.patch.weight": (2, 3),
+            "lm_head.weight": (9, 8),
+        }
+        base = {"language_model.model.layers.0.w.weight": (4, 8), "tower.patch.weight": (2, 3)}
+        base["language_model.lm_head.weight"] = (8, 8)
+        mapping = map_names(catalog(ours), info("brand_new", base=base), "upstream")
+        assert names(mapping) == set(base)
+        assert any("vocabulary was resized" in note for note in mapping.notes)
+        base["tower.other.weight"] = (2, 3)
+        with pytest.raises(UnsupportedError, match=r"missing: tower\.other\.weight"):
+            map_names(catalog(ours), info("brand_new", base=base), "upstream")
+
+    def test_a_spelling_that_two_names_share_tells_nothing(self) -> None:
+        ours = {"model.language_model.norm.weight": (8,), "model.norm.weight": (8,)}
+        base = {"language_model.model.norm.weight": (8,), "text_model.norm.weight": (8,)}
+        with pytest.raises(UnsupportedError, match="not in the base model"):
+            map_names(catalog(ours), info("brand_new", base=base), "upstream")
 
 
 class TestStructure:

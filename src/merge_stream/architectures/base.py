@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping as MappingABC
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from merge_stream.options import LayoutName
@@ -11,7 +11,7 @@ from merge_stream.tensors.dtype import DType
 from merge_stream.tensors.parameter import Mapping
 from merge_stream.tensors.ref import Catalog
 
-__all__ = ["Architecture", "BaseTensor", "ModelInfo"]
+__all__ = ["Architecture", "BaseTensor", "ModelInfo", "Named"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,13 @@ class ModelInfo:
     def model_type(self) -> str:
         """`model_type` of the config, or ""."""
         return str((self.config or {}).get("model_type") or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Named(Mapping):
+    """A mapping that tells which tensors of the checkpoint it leaves out on purpose: name -> reason."""
+
+    dropped: MappingABC[str, str] = field(default_factory=dict)
 
 
 class Architecture(Protocol):

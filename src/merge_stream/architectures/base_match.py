@@ -16,7 +16,7 @@ from merge_stream.architectures.families import EMBEDDINGS, HEADS, RECOMPUTED
 from merge_stream.architectures.structure import layer_of, text_value
 from merge_stream.architectures.ties import tied_by_config
 
-__all__ = ["BaseMatch", "compare_with_base"]
+__all__ = ["BaseMatch", "compare_with_base", "plain_weights"]
 
 Ints = tuple[int, ...]
 
@@ -60,7 +60,7 @@ class BaseMatch:
 
 def compare_with_base(shapes: Mapping[str, Ints], model: ModelInfo) -> BaseMatch:
     """Compare the trainer's names and shapes with those of the base model."""
-    base = _plain_weights(model.base_tensors or {})
+    base = plain_weights(model.base_tensors or {})
     notes: list[str] = []
     missing = set(base) - set(shapes)
     extra = set(shapes) - set(base)
@@ -96,7 +96,7 @@ def compare_with_base(shapes: Mapping[str, Ints], model: ModelInfo) -> BaseMatch
     return BaseMatch(tuple(sorted(missing)), tuple(sorted(extra)), tuple(reshaped), tuple(notes))
 
 
-def _plain_weights(base: Mapping[str, BaseTensor]) -> dict[str, Ints | None]:
+def plain_weights(base: Mapping[str, BaseTensor]) -> dict[str, Ints | None]:
     """Names of the base as an unquantized model has them; shape None where it was packed."""
     plain: dict[str, Ints | None] = {}
     for name, tensor in base.items():

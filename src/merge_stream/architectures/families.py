@@ -1,7 +1,7 @@
-"""Which model types keep their upstream names in memory: tables, no code.
+"""Facts about model types and names: lists, no code.
 
 A trainer's state dict holds the names that transformers uses in memory; the Hub
-repository of the family may use others. Read from transformers 5.24.0
+repository of the family may use others: those families have a table in `tables/`. Read from transformers 5.24.0
 (`conversion_mapping.py`, `auto/modeling_auto.py`, the `configuration_*.py` files) and
 4.57.6; the names of both versions agree unless a table says otherwise.
 """
@@ -16,16 +16,12 @@ __all__ = [
     "EMBEDDINGS",
     "FUSED_EXPERTS",
     "HEADS",
-    "MEMORY_IS_UPSTREAM",
     "ODD_VOCABULARY",
-    "PER_EXPERT",
     "RECOMPUTED",
-    "RENAMED_HEAD",
     "RENAMED_VLM",
     "TIED_BY_DEFAULT",
     "TIE_NAMES",
     "UNIFORM",
-    "UPSTREAM_VLM_PREFIXES",
 ]
 
 
@@ -37,56 +33,21 @@ def _words(text: str) -> frozenset[str]:
 DENSE = _words(
     """
     apertus arcee bamba biogpt bitnet bloom codegen cohere cohere2 ctrl cwm dbrx diffllama doge ernie4_5 exaone4
-    falcon falcon_h1 falcon_mamba gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neo gpt_neox gptj granite
+    falcon falcon_h1 falcon_mamba gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode gpt_neo gptj granite
     granite_swa helium hunyuan_v1_dense internlm internlm2 internlm3 jais2 jetmoe lfm2 llama mamba mamba2 minicpm3
     ministral ministral3 mistral mpt nanochat nemotron olmo olmo2 olmo3 openai-gpt opt persimmon phi phi3 qwen2 qwen3
     recurrent_gemma rwkv seed_oss smollm3 stablelm starcoder2 vaultgemma xglm xlstm youtu zamba zamba2
     """
 )
 
-# Families that 5.x holds with fused experts, 4.57 (and custom code) with one tensor for each expert and projection,
-# as the repository has them: identity as long as nothing is fused.
-PER_EXPERT = _words(
-    """
-    afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe
-    glm4_moe_lite glm_moe_dsa granitemoe granitemoehybrid granitemoeshared hunyuan_v1_moe jamba lfm2_moe
-    longcat_flash mellum minimax minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe qwen3_next sarvam_mla solar_open
-    """
-)
-
-# Fused experts or vision prefixes that are the repository's own layout, in 4.57 and 5.24 alike.
-MEMORY_IS_UPSTREAM = frozenset({"glm4v", "gpt_oss", "llama4", "llama4_text", "qwen3_vl"})
-
-# Vision and audio families whose names in memory are not those of the repository: 5.x and 4.52+ put everything
-# below `model.`; before 4.52 the names were the upstream ones.
+# Vision and audio families whose names in memory are not (or not known to be) those of the repository, and which have
+# no table yet.
 RENAMED_VLM = _words(
     """
-    aria audioflamingo3 aya_vision cohere2_vision deepseek_ocr2 emu3 ernie4_5_vl_moe fuyu gemma3 gemma3n gemma4
-    gemma4_unified glm4v_moe glmasr got_ocr2 granite_speech hunyuan_vl idefics2 idefics3 instructblip internvl
-    internvl_chat kimi_k25 kimi_vl llava llava_next llava_next_video llava_onevision minicpmv minicpmo mistral3 mllama
-    molmo2 musicflamingo paddleocr_vl paligemma phi4_multimodal qwen2_5_omni qwen2_5_omni_thinker qwen2_5_vl
-    qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe qwen3_omni_moe_thinker qwen3_vl_moe shieldgemma2 smolvlm
-    video_llava vipllava voxtral voxtral_realtime
+    deepseek_ocr2 ernie4_5_vl_moe gemma3n gemma4 gemma4_unified hunyuan_vl idefics2 idefics3 instructblip internvl_chat
+    kimi_k25 kimi_vl minicpmv minicpmo molmo2 paddleocr_vl phi4_multimodal qwen3_5 qwen3_5_moe smolvlm
     """
 )
-
-# Prefixes of the upstream names of the families above where they are known.
-_LLAVA = ("language_model.", "vision_tower.", "multi_modal_projector.", "image_newline")
-UPSTREAM_VLM_PREFIXES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl"), ("visual.", "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
-    ),
-    **dict.fromkeys(
-        _words(
-            "aya_vision gemma3 internvl llava llava_next llava_next_video llava_onevision mistral3 paligemma vipllava"
-        ),
-        _LLAVA,
-    ),
-    **dict.fromkeys(("qwen2_audio", "voxtral"), ("language_model.", "audio_tower.", "multi_modal_projector.")),
-}
-
-# 5.x renamed the head (GPTNeoXForCausalLM: `^embed_out\.` -> `lm_head.`); 4.57 has the repository's name.
-RENAMED_HEAD = {"gpt_neox": "lm_head.weight"}
 
 # Every layer of these has the same parameters, so a name that one layer lacks is lost, not absent.
 UNIFORM = _words(
@@ -118,6 +79,8 @@ TIE_NAMES: tuple[tuple[str, str], ...] = (
     ("lm_head.weight", "gpt_neox.embed_in.weight"),
     ("embed_out.weight", "gpt_neox.embed_in.weight"),
     ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
+    ("text_model.lm_head.weight", "text_model.model.embed_tokens.weight"),
+    ("thinker.lm_head.weight", "thinker.model.embed_tokens.weight"),
     ("model.lm_head.weight", "model.language_model.embed_tokens.weight"),
     ("output_projection.weight", "biogpt.embed_tokens.weight"),
 )
@@ -128,10 +91,13 @@ EMBEDDINGS = frozenset(twin for _, twin in TIE_NAMES) | {"embed_tokens.weight", 
 ODD_VOCABULARY = frozenset({"idefics", "mllama"})
 
 # Heads that stand in for lm_head: classification, reward and value models (trl: v_head; verl: score).
-HEADS = re.compile(r"(lm_head|embed_out|score|v_head|value_head|reward_head|classifier|regression_head)(\..+)?")
+HEADS = re.compile(
+    r"(?:(?:language_model|text_model|thinker)\.)?"
+    r"(lm_head|embed_out|score|v_head|value_head|reward_head|classifier|regression_head)(\..+)?"
+)
 
 # Buffers that every loader computes again; in a state dict of an old trainer they are only in the way.
-RECOMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|freqs_cis)")
+RECOMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|freqs_cis|embeddings\.position_ids)")
 
 # 3-D expert weights without an expert number: E x 2I x H and E x H x I (or transposed).
 FUSED_EXPERTS = re.compile(r".*\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from merge_stream.architectures.base import Architecture, ModelInfo
+from merge_stream.architectures.base import Architecture, ModelInfo, Named
 from merge_stream.architectures.families import RECOMPUTED
 from merge_stream.architectures.structure import check_structure
 from merge_stream.architectures.ties import find_ties
@@ -23,7 +23,7 @@ from merge_stream.tensors.ref import Catalog
 
 __all__ = ["map_names"]
 
-_FALLBACK = "identity"
+_FALLBACK = "hugging_face"
 
 
 def map_names(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Mapping:
@@ -66,6 +66,7 @@ def _check_use(catalog: Catalog, mapping: Mapping) -> None:
         sources = sorted({t.source for p in mapping.parameters if p.name == double[0] for t in p.takes})
         msg = f"several tensors become {double[0]}: {', '.join(sources)}"
         raise CheckpointError(msg, hint="the checkpoint holds one tensor under two names")
+    dropped = mapping.dropped if isinstance(mapping, Named) else {}
     used: Counter[str] = Counter()
     for parameter in mapping.parameters:
         if math.prod(parameter.view) != math.prod(parameter.shape):
@@ -77,7 +78,7 @@ def _check_use(catalog: Catalog, mapping: Mapping) -> None:
             used[take.source] += take.source_box.size
     for name, tensor in catalog.tensors.items():
         got = used.pop(name, 0)
-        if got != tensor.size and not (got == 0 and RECOMPUTED.fullmatch(name)):
+        if got != tensor.size and not (got == 0 and (name in dropped or RECOMPUTED.fullmatch(name))):
             msg = f"{mapping.architecture} uses {got} of the {tensor.size} elements of {name}"
             raise UnsupportedError(msg, hint="`--layout as-is` writes every tensor under the trainer's name")
     if used:

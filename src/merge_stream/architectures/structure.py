@@ -25,7 +25,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model", "n_embed")
 _LAYER = re.compile(
     r"(?P<stem>(?:model\.|transformer\.|gpt_neox\.|backbone\.|model\.decoder\.|model\.language_model\."
-    r"|language_model\.model\.|biogpt\.|rwkv\.)?(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)"
+    r"|language_model\.model\.|text_model\.model\.|thinker\.model\.|biogpt\.|rwkv\.)?(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)"
 )
 _ALL_SHARDS = "pass the folder that holds all shards (all ranks, all pipeline stages)"
 _NO_CONFIG = "correct config.json, or write the weights alone with `--no-config`"

@@ -1,0 +1,80 @@
+"""transformers' own conversion on tensors without data: the last resort for families without a table.
+
+Used only where transformers 5 is installed (the extra `merge-stream[transformers]`) and
+knows the model: a model without data is built from config.json and its
+`revert_weight_conversion` run on tensors of the meta device. Each output is then a view
+whose source, offset, sizes and strides are the take. No code of a repository is run.
+"""
+
+# ruff: noqa: ANN401, SLF001 - torch and transformers are optional here, so their types are not known
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.rules import Converted, take_of_view
+from merge_stream.tensors.parameter import Parameter
+
+__all__ = ["dry_run"]
+
+Ints = tuple[int, ...]
+
+
+def dry_run(shapes: Mapping[str, Ints], model: ModelInfo) -> Converted | None:
+    """The names and takes that transformers itself would save; None when it is absent or cannot tell."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import torch
+        from transformers.core_model_loading import revert_weight_conversion  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return None
+    try:
+        net = _empty_model(model, torch)
+        if net is None or set(net.state_dict()) != set(shapes):
+            return None
+        sources = {name: _tracked(torch, shape) for name, shape in shapes.items()}
+        owners = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
+        saved = revert_weight_conversion(net, dict(sources))
+        parameters = [_parameter(name, tensor, owners, shapes) for name, tensor in saved.items()]
+    except Exception:  # noqa: BLE001 - foreign code: whatever fails there, the refusal that follows says what to do
+        return None
+    return None if None in parameters else Converted(tuple(p for p in parameters if p is not None), {})
+
+
+def _empty_model(model: ModelInfo, torch: Any) -> Any:
+    import transformers  # type: ignore[import-not-found,unused-ignore]
+
+    config = json.loads(json.dumps(dict(model.config or {})))
+    kind = config.pop("model_type", None)
+    names = config.get("architectures") or []
+    found = getattr(transformers, str(names[0]), None) if names else None
+    if kind is None or found is None:
+        return None
+    with torch.device("meta"):
+        return found(transformers.AutoConfig.for_model(kind, **config))
+
+
+def _tracked(torch: Any, shape: Ints) -> Any:
+    class Tracked(torch.Tensor):  # type: ignore[misc]
+        """A tensor that stays a view of its storage where a copy would be made."""
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") in {"contiguous", "clone"}:
+                return args[0]
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    return torch.empty(shape, device="meta").as_subclass(Tracked)
+
+
+def _parameter(name: str, tensor: Any, owners: Mapping[int, str], shapes: Mapping[str, Ints]) -> Parameter | None:
+    source = owners.get(tensor.untyped_storage()._cdata)
+    if source is None:
+        return None
+    return take_of_view(
+        name, source, shapes[source], int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+    )
