@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from merge_stream.architectures.naming import map_names
 from merge_stream.architectures.precision import names_kept_wide
 from merge_stream.encodings.cast import Cast, encoding_for
 from merge_stream.engine.budget import MemoryBudget
@@ -36,10 +35,11 @@ from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import finish_folder
 from merge_stream.output.model_info import ModelFolder, find_model_folder
 from merge_stream.output.place import OutputPlace, choose_place, commit, finish_interrupted_commit
+from merge_stream.planning.naming import Named, name_parameters
 from merge_stream.planning.plan import Plan
 from merge_stream.planning.planner import Resolved
 from merge_stream.planning.planner import make_plan as place_parameters
-from merge_stream.planning.resolve import check_shards, resolve
+from merge_stream.planning.resolve import check_shards
 from merge_stream.report import Report
 from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.parameter import Mapping
@@ -56,7 +56,7 @@ class Job:
 
     catalog: Catalog
     folder: ModelFolder
-    mapping: Mapping
+    named: Named
     plan: Plan
     options: MergeOptions
     encoding: Cast
@@ -92,18 +92,18 @@ def make_plan(
     """
     options, observer, stop = options or MergeOptions(), observer or Silent(), stop or StopFlag()
     folder = find_model_folder(catalog.config_dirs, options.base_model, write_config=options.write_config)
-    mapping = map_names(catalog, folder.info, options.layout)
     check_shards(catalog, catalog.tensors)
+    named = name_parameters(catalog, folder.info, options.layout, options.lora)
+    resolved = named.parameters
     encoding = encoding_for(options.dtype)
-    memory = plan_memory(options.max_mem, workers=options.workers, compare=True)
+    memory = plan_memory(options.max_mem, workers=options.workers, compare=True, largest_rank=named.largest_rank)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     warnings: list[str] = []
     with ExitStack() as stack:
         source = LocalSource()
         stack.callback(source.close)
         prober = Prober(catalog, source, encoding, budget, memory.segment, observer, stop)
-        resolved = {p.name: Resolved(p, resolve(catalog, p)) for p in mapping.parameters}
-        dropped, broken = _probe_ties(mapping, resolved, prober, warnings)
+        dropped, broken = _probe_ties(named.mapping, resolved, prober, warnings)
         if options.check_replicas:
             _probe_replicas(catalog, prober, options, warnings)
     if broken and options.strict:
@@ -117,10 +117,12 @@ def make_plan(
         [resolved[name] for name in kept],
         encoding,
         options,
+        adapter=named.adapter,
         keep_wide=wide,
         notes=(
             *catalog.notes,
-            *mapping.notes,
+            *named.mapping.notes,
+            *named.notes,
             *folder.notes,
             *_remarks(resolved, options),
             *_wide_remark(wide, options),
@@ -130,8 +132,14 @@ def make_plan(
         probe_nbytes=prober.read_nbytes,
     )
     del budget
-    memory = plan_memory(options.max_mem, workers=options.workers, compare=options.verify)
-    return Job(catalog, folder, mapping, plan, options, encoding, memory, warnings)
+    memory = _memory_for(options, named)
+    return Job(catalog, folder, named, plan, options, encoding, memory, warnings)
+
+
+def _memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
+    return plan_memory(
+        options.max_mem, workers=options.workers, compare=options.verify, largest_rank=named.largest_rank
+    )
 
 
 def _probe_ties(
@@ -195,7 +203,7 @@ def execute(
     started = time.monotonic()
     place = choose_place(out, overwrite=job.options.overwrite, inputs=(*inputs, job.catalog.root))
     check_disk(job, place)
-    memory = plan_memory(job.options.max_mem, workers=job.options.workers, compare=job.options.verify)
+    memory = _memory_for(job.options, job.named)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     staging = DirectStaging(place.work, job.plan, restart=job.options.restart)
     source = LocalSource()
@@ -230,7 +238,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
     try:
         verified = ["every output byte has a known source range", "each written range is journaled with its checksum"]
         observer(Phase("finishing"))
-        written = finish_folder(job.plan, staging, job.folder)
+        written = finish_folder(job.plan, staging, job.folder, job.named.adapter_config)
         verified.append("headers, index and sizes were read back")
         if job.options.verify:
             compare_with_plan(
@@ -244,7 +252,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
     return Report(
         out=place.out,
         format=job.catalog.format,
-        architecture=job.mapping.architecture,
+        architecture=job.named.mapping.architecture,
         fingerprint=job.plan.fingerprint,
         dtype=job.options.dtype,
         layout=job.options.layout,

@@ -182,6 +182,7 @@ def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
 @opt.opening
 @opt.memory
+@opt.lora
 @click.option("--base-model", metavar="DIR", help="Folder with config.json for a checkpoint that has none.")
 @opt.output
 def verify(out: str, against: tuple[str, ...], atol: float, rtol: float, **given: Any) -> None:  # noqa: ANN401
@@ -192,6 +193,7 @@ def verify(out: str, against: tuple[str, ...], atol: float, rtol: float, **given
 @app.command(short_help="verl's spelling of verify.")
 @opt.opening
 @opt.memory
+@opt.lora
 @opt.verl
 @click.option("--base-model", metavar="DIR", help="Folder with config.json for a checkpoint that has none.")
 @opt.output
@@ -222,6 +224,7 @@ def _verify(  # noqa: PLR0917 - one call's facts
             tolerance=Tolerance(atol, rtol),
             opening=opt.open_options(given),
             base_model=given["base_model"],
+            lora=opt.lora_choice(given),
             observer=console,
             stop=stop,
         )

@@ -8,11 +8,13 @@ from typing import Any, Literal, TypeVar
 import click
 
 from merge_stream.errors import UsageError
-from merge_stream.options import MergeOptions, OpenOptions
+from merge_stream.options import LoraChoice, MergeOptions, OpenOptions
 from merge_stream.units import format_bytes, parse_bytes, parse_memory
 from merge_stream.verl_spelling import VerlOptions, explain_and_check
 
 __all__ = [
+    "lora",
+    "lora_choice",
     "memory",
     "memory_bound",
     "merge_options",
@@ -67,6 +69,21 @@ memory = _all(
     click.option("--workers", type=click.IntRange(1, 64), metavar="N", help="Threads; default: the number of cores."),
 )
 
+lora = _all(
+    click.option(
+        "--lora",
+        "lora_mode",
+        type=click.Choice(["merge", "keep", "both"]),
+        help="LoRA in the checkpoint: fold it, keep it as OUT/lora_adapter, or both. Default: fold.",
+    ),
+    click.option(
+        "--lora-alpha",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="N",
+        help="lora_alpha of the training, where no file beside the checkpoint tells it.",
+    ),
+)
+
 planning = _all(
     click.option(
         "--base-model", metavar="DIR", help="Folder with config.json and tokenizer (and names) of the original model."
@@ -82,6 +99,7 @@ planning = _all(
         help="Names of the original repository, or the trainer's own.",
     ),
     click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest output file."),
+    lora,
     click.option("--no-config", is_flag=True, help="Write weights alone: no config.json, no tokenizer."),
     click.option("--check-replicas", is_flag=True, help="Compare stored copies of the same data bit by bit."),
     click.option("--strict", is_flag=True, help="Replicas that differ and broken ties are errors, not warnings."),
@@ -133,6 +151,7 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         layout=given["layout"],
         max_shard_size=parse_bytes(given["max_shard_size"]),
         base_model=given["base_model"],
+        lora=lora_choice(given),
         write_config=not given["no_config"],
         check_replicas=given["check_replicas"],
         strict=given["strict"],
@@ -142,6 +161,11 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         max_mem=memory_bound(given),
         workers=given["workers"],
     )
+
+
+def lora_choice(given: Mapping[str, Any]) -> LoraChoice:
+    """What becomes of LoRA tensors."""
+    return LoraChoice(given["lora_mode"], given["lora_alpha"])
 
 
 def verl_options(given: Mapping[str, Any]) -> tuple[VerlOptions, list[str]]:

@@ -178,7 +178,7 @@ def forecast(
     return Forecast(
         root=catalog.root,
         format=catalog.format,
-        architecture=job.mapping.architecture,
+        architecture=job.named.mapping.architecture,
         tensors=len(plan.parameters),
         output_files={o.name: o.nbytes for o in plan.outputs},
         side_files=[f.name for f in job.folder.side_files.files],
@@ -224,7 +224,7 @@ def committed_before(
     return Report(
         out=os.path.abspath(out),
         format=job.catalog.format,
-        architecture=job.mapping.architecture,
+        architecture=job.named.mapping.architecture,
         fingerprint=plan.fingerprint,
         dtype=job.options.dtype,
         layout=job.options.layout,

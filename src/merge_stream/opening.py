@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from merge_stream.architectures.lora import SETTINGS_FILES
 from merge_stream.discovery import members_of
 from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UsageError
 from merge_stream.formats.base import CheckpointFormat, Detection
@@ -45,8 +46,14 @@ def open_checkpoint(paths: Sequence[str | os.PathLike[str]], options: OpenOption
         notes = (f"the checkpoint is in {found.folder}/ below the given folder", *notes)
     dirs = dict.fromkeys((*catalog.config_dirs, *_config_dirs(tree)))
     facts = {"detected by": found.detection.evidence, **catalog.facts}
+    beside = {n: t.files[n].path for t in (tree, found.tree) for n in SETTINGS_FILES if n in t.files}
     return dataclasses.replace(
-        catalog, notes=(*given, *notes), config_dirs=tuple(dirs), facts=facts, root=catalog.root or found.tree.label
+        catalog,
+        beside=beside,
+        notes=(*given, *notes),
+        config_dirs=tuple(dirs),
+        facts=facts,
+        root=catalog.root or found.tree.label,
     )
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DtypeName", "LayoutName", "MergeOptions", "OpenOptions"]
+__all__ = ["DtypeName", "LayoutName", "LoraChoice", "LoraMode", "MergeOptions", "OpenOptions"]
 
 DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 LayoutName = Literal["upstream", "as-is"]
+LoraMode = Literal["merge", "keep", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraChoice:
+    """What becomes of LoRA tensors: `mode` None folds when alpha is known; `alpha` overrides the files beside."""
+
+    mode: LoraMode | None = None
+    alpha: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,7 @@ class MergeOptions:
     layout: LayoutName = "upstream"
     max_shard_size: int = 5_000_000_000
     base_model: str | None = None
+    lora: LoraChoice = LoraChoice()
     write_config: bool = True
     check_replicas: bool = False
     strict: bool = False

@@ -17,9 +17,11 @@ import numpy as np
 
 from merge_stream.encodings.base import Encoding
 from merge_stream.engine.budget import Lease
+from merge_stream.engine.fold import add_low_rank
 from merge_stream.planning.plan import ParameterPlan, ResolvedTake
 from merge_stream.storage.base import ByteSource
 from merge_stream.tensors.box import Box, row_major_strides
+from merge_stream.tensors.dtype import DType
 from merge_stream.tensors.ref import ShardTable, SourceFile
 
 __all__ = ["Assembler", "slab_bytes"]
@@ -28,10 +30,10 @@ _BOUNCE_FLOOR = 64 << 10
 _SLACK = 4096
 
 
-def slab_bytes(segment_bytes: int, *, compare: bool = False) -> int:
-    """Memory of one lease: encoded output, source values, bounce buffer (and what is compared)."""
+def slab_bytes(segment_bytes: int, *, compare: bool = False, fold_bytes: int = 0) -> int:
+    """Memory of one lease: encoded output, source values, bounce buffer (and what is compared, and folded)."""
     parts = 4 if compare else 3
-    return parts * (max(segment_bytes, _BOUNCE_FLOOR) + _SLACK)
+    return parts * (max(segment_bytes, _BOUNCE_FLOOR) + _SLACK) + fold_bytes
 
 
 class Assembler:
@@ -53,16 +55,18 @@ class Assembler:
         source = parameter.source
         mark = lease.mark
         if parameter.dtype == source.dtype:
-            self._fill(source.takes, box, source.dtype.itemsize, out, lease)
+            self._fill(source.takes, box, source.dtype, out, lease)
         else:
             values = lease.take(box.size * source.dtype.itemsize)
-            self._fill(source.takes, box, source.dtype.itemsize, values, lease)
+            self._fill(source.takes, box, source.dtype, values, lease)
             lost = self._encoding.encode(values.view(source.dtype.numpy()), out.view(parameter.dtype.numpy()))
             if lost:
                 self.overflows[parameter.name] = self.overflows.get(parameter.name, 0) + lost
         lease.rewind(mark)
 
-    def _fill(self, takes: Sequence[ResolvedTake], box: Box, itemsize: int, values: np.ndarray, lease: Lease) -> None:
+    def _fill(self, takes: Sequence[ResolvedTake], box: Box, dtype: DType, values: np.ndarray, lease: Lease) -> None:
+        """Read every take's part of `box` into `values` (uint8), and add its fold."""
+        itemsize = dtype.itemsize
         for take in takes:
             part = take.dest_box & box
             if part is None:
@@ -84,6 +88,9 @@ class Assembler:
                 if region is None:
                     continue
                 self._place(take, part, wanted, region, (shard, file, offset), (box, itemsize, values, lease))
+            if take.fold is not None:
+                view = _view(take, part, box, itemsize, values)
+                add_low_rank(take.fold, wanted, view, dtype, lease, self._fill)
 
     def _place(  # noqa: PLR0917 - one region of one shard, and where it goes
         self,
@@ -106,10 +113,7 @@ class Assembler:
                 into = values[target * itemsize : target * itemsize + nbytes]
                 self._read(file, offset + origin * itemsize, into)
                 return
-        view = values.view(_unit(itemsize)).reshape(box.shape)[part.slices(box.start)]
-        if take.permute:
-            view = view.transpose([take.permute.index(axis) for axis in range(len(take.permute))])
-        view = view[region.slices(wanted.start)]
+        view = _view(take, part, box, itemsize, values)[region.slices(wanted.start)]
         self._read_region(file, offset, held, region, itemsize, view, lease)
 
     def _read_region(  # noqa: PLR0917 - one region of one shard into one view
@@ -139,6 +143,14 @@ class Assembler:
     def _read(self, file: int, offset: int, into: np.ndarray) -> None:
         self._source.read_into(self._paths[file], offset, into.data)
         self.read_nbytes += len(into)
+
+
+def _view(take: ResolvedTake, part: Box, box: Box, itemsize: int, values: np.ndarray) -> np.ndarray:
+    """The elements of `part` in the values of tile `box`, with the axes of the take's source."""
+    view = values.view(_unit(itemsize)).reshape(box.shape)[part.slices(box.start)]
+    if take.permute:
+        view = view.transpose([take.permute.index(axis) for axis in range(len(take.permute))])
+    return view
 
 
 def _unit(itemsize: int) -> np.dtype:

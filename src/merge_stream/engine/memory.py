@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from merge_stream.engine.assembler import slab_bytes
+from merge_stream.engine.fold import fold_bytes
 from merge_stream.errors import MemoryLimitTooSmallError
 from merge_stream.units import format_bytes
 
@@ -41,19 +42,25 @@ class MemoryPlan:
     allowed: int
 
 
-def plan_memory(allowed: int, *, workers: int | None = None, compare: bool = False) -> MemoryPlan:
-    """Fit workers and segments in `allowed` bytes; MemoryLimitTooSmallError names the smallest value that works."""
+def plan_memory(
+    allowed: int, *, workers: int | None = None, compare: bool = False, largest_rank: int = 0
+) -> MemoryPlan:
+    """Fit workers and segments in `allowed` bytes; MemoryLimitTooSmallError names the smallest value that works.
+
+    `largest_rank` is that of the low-rank factors to be folded, 0 for none.
+    """
     reserved, peak = resident(), peak_rss()
+    extra = fold_bytes(largest_rank)
     wanted = min(workers or _cores(), _WORKERS_LIMIT)
     for segment in _SEGMENTS:
         for count in sorted({wanted, max(wanted // 2, 1), 1}, reverse=True):
             if count == 1 and segment > _SEGMENTS[-2] and wanted > 1:
                 continue  # two workers with smaller segments overlap reading and writing; one cannot
-            slab = slab_bytes(segment, compare=compare)
+            slab = slab_bytes(segment, compare=compare, fold_bytes=extra)
             projected = max(peak, reserved + count * slab + _HEADROOM)
             if projected <= allowed:
                 return MemoryPlan(count, segment, slab, reserved, projected, allowed)
-    least = max(peak, reserved + slab_bytes(_SEGMENTS[-1], compare=compare) + _HEADROOM)
+    least = max(peak, reserved + slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=extra) + _HEADROOM)
     rounded = -(-least // 1_000_000) + 4
     msg = f"--max-mem {format_bytes(allowed)} is too small: the smallest plan needs {format_bytes(least)}"
     msg += f" ({format_bytes(max(peak, reserved))} of it are Python, its packages and the plan)"

@@ -103,6 +103,7 @@ def _same_ranges(a: Assembly, b: Assembly) -> bool:
         x.source_box == y.source_box
         and x.dest_box == y.dest_box
         and x.permute == y.permute
+        and x.fold is y.fold is None
         and x.table.same_bytes(y.table)
         for x, y in zip(a.takes, b.takes, strict=True)
     )

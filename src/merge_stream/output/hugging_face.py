@@ -6,7 +6,6 @@ index last. All in the staging folder; making it visible is `output.place.commit
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from merge_stream.output.index import INDEX_NAME, build_index
 from merge_stream.output.model_info import ModelFolder
 from merge_stream.output.side_files import copy_side_files
 from merge_stream.planning.plan import Plan
+from merge_stream.planning.planner import ADAPTER_FILE
 from merge_stream.storage.local import LocalTree
 
 __all__ = ["Finished", "finish_folder"]
@@ -32,23 +32,28 @@ class Finished:
     notes: tuple[str, ...]
 
 
-def finish_folder(plan: Plan, staging: DirectStaging, folder: ModelFolder) -> Finished:
+def finish_folder(
+    plan: Plan, staging: DirectStaging, folder: ModelFolder, adapter_config: bytes | None = None
+) -> Finished:
     """Check the staged weights and write everything that stands beside them."""
     _check_journal(plan, staging)
     _check_headers(plan, staging.model_dir)
-    tensors = [OutputTensor(p.name, p.dtype, p.size) for p in plan.parameters]
+    model = [p for p in plan.parameters if plan.outputs[p.output].in_model]
+    tensors = [OutputTensor(p.name, p.dtype, p.size) for p in model]
     side_files = folder.side_files.for_quantized() if holds_quantized(tensors) else folder.side_files
     copy_side_files(side_files, staging.model_dir)
     notes: tuple[str, ...] = ()
-    if folder.config_bytes is not None:
+    if adapter_config is not None:
+        _write(os.path.join(staging.model_dir, os.path.dirname(ADAPTER_FILE), "adapter_config.json"), adapter_config)
+    if folder.config_bytes is not None and model:
         patched = patch_config(folder.config_bytes, tensors, untied=bool(plan.broken_ties))
         notes = patched.notes
         _write(os.path.join(staging.model_dir, "config.json"), patched.data)
     index = os.path.join(staging.model_dir, INDEX_NAME)
-    if len(plan.outputs) > 1:
-        weight_map = {p.name: plan.outputs[p.output].name for p in plan.parameters}
-        size = sum(p.nbytes for p in plan.parameters)
-        count = sum(math.prod(p.shape) for p in plan.parameters)
+    if sum(o.in_model for o in plan.outputs) > 1:
+        weight_map = {p.name: plan.outputs[p.output].name for p in model}
+        size = sum(p.nbytes for p in model)
+        count = sum(p.size for p in model)
         _write(index, build_index(weight_map, total_size=size, total_parameters=count))
     return Finished({f.name: f.origin for f in side_files.files}, notes)
 

@@ -6,8 +6,7 @@
          ── identity    named digests of all that decides the bytes; their digest is the fingerprint
 
 Nothing in a plan knows ranks or trainers. A parameter's source is an `Assembly`: takes
-with resolved shard tables. Arithmetic between tensors joins later as further kinds of
-source beside `Assembly`.
+with resolved shard tables, each with at most one low-rank product to be added (`LowRank`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,24 @@ from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import DType
 from merge_stream.tensors.ref import ShardTable, SourceFile
 
-__all__ = ["Assembly", "OutputFile", "ParameterPlan", "Plan", "ResolvedTake", "fingerprint_of"]
+__all__ = ["Assembly", "LowRank", "OutputFile", "ParameterPlan", "Plan", "ResolvedTake", "fingerprint_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """`scale * B @ A`, to be added to a 2-D source tensor (a LoRA that is folded).
+
+    `a` covers A [r, in], `b` covers B [out, r]; both are of `dtype`. `transposed` says
+    that the source is stored [in, out] (Conv1D of GPT-2, peft's fan_in_fan_out).
+    """
+
+    a: ResolvedTake
+    a_shape: tuple[int, int]
+    b: ResolvedTake
+    b_shape: tuple[int, int]
+    dtype: DType
+    scale: float
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,13 +45,15 @@ class ResolvedTake:
     """A take whose source is a shard table in the coordinates of `source_box`.
 
     Axis k of `dest_box` is axis `permute[k]` of `source_box`; an empty permute is the
-    same order.
+    same order. `fold` is added to the source, in the source's coordinates, before it is
+    taken.
     """
 
     table: ShardTable
     source_box: Box
     dest_box: Box
     permute: tuple[int, ...] = ()
+    fold: LowRank | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +100,11 @@ class OutputFile:
     header: bytes
     nbytes: int
     parameters: tuple[int, ...]
+
+    @property
+    def in_model(self) -> bool:
+        """False for files in a sub-folder (an adapter kept beside the model): no index names them."""
+        return "/" not in self.name
 
 
 @dataclass(frozen=True, slots=True, eq=False)

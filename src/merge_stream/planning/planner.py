@@ -16,8 +16,9 @@ from merge_stream.planning.plan import Assembly, OutputFile, ParameterPlan, Plan
 from merge_stream.tensors.parameter import Parameter
 from merge_stream.tensors.ref import Catalog
 
-__all__ = ["DATA_ALIGNMENT", "PLAN_VERSION", "Resolved", "make_plan"]
+__all__ = ["ADAPTER_FILE", "DATA_ALIGNMENT", "PLAN_VERSION", "Resolved", "make_plan"]
 
+ADAPTER_FILE = "lora_adapter/adapter_model.safetensors"
 PLAN_VERSION = 1
 DATA_ALIGNMENT = 4096
 """The data section of each output file starts at a multiple of this: one memory page."""
@@ -37,6 +38,7 @@ def make_plan(
     encoding: Encoding,
     options: MergeOptions,
     *,
+    adapter: Sequence[Resolved] = (),
     keep_wide: frozenset[str] = frozenset(),
     notes: tuple[str, ...] = (),
     dropped: Mapping[str, str] | None = None,
@@ -45,45 +47,31 @@ def make_plan(
 ) -> Plan:
     """Place every parameter in an output file and fix all offsets.
 
-    `keep_wide` names parameters that keep their source type whatever the encoding says.
+    `adapter` goes to a file of its own, in its source types. `keep_wide` names parameters that
+    keep their source type whatever the encoding says.
     `dropped` maps parameters left out to the reason.
     """
+    placer = _Placer()
     dtypes = {
         r.parameter.name: r.source.dtype
         if r.parameter.name in keep_wide
         else encoding.target(r.parameter.name, r.source.dtype)
         for r in resolved
     }
-    by_name = {r.parameter.name: r for r in resolved}
-    if len(by_name) != len(resolved):
-        names = [r.parameter.name for r in resolved]
-        twice = next(n for n in names if names.count(n) > 1)
-        msg = f"two sources would be written as {twice}"
-        raise CorruptCheckpointError(
-            msg, hint="the naming rules do not fit this model; --layout as-is merges it unnamed"
-        )
+    by_name = _by_name(resolved)
     placed = [
         Placed(name, dtypes[name], math.prod(r.parameter.shape) * dtypes[name].itemsize) for name, r in by_name.items()
     ]
     groups = split_in_files(placed, options.max_shard_size)
-    parameters: list[ParameterPlan] = []
-    outputs: list[OutputFile] = []
     for number, group in enumerate(groups):
-        entries = []
-        data_stop = 0
-        for t in group:
-            shape = by_name[t.name].parameter.shape
-            entries.append(HeaderEntry(t.name, t.dtype, shape, data_stop, data_stop + t.nbytes))
-            data_stop += t.nbytes
-        header = build_header(entries, align=DATA_ALIGNMENT)
-        at = len(header)
-        indices = []
-        for tensor in group:
-            r = by_name[tensor.name]
-            indices.append(len(parameters))
-            parameters.append(ParameterPlan(tensor.name, r.parameter.shape, r.source, tensor.dtype, number, at))
-            at += tensor.nbytes
-        outputs.append(OutputFile(file_name(number, len(groups)), header, at, tuple(indices)))
+        placer.add(file_name(number, len(groups)), group, by_name)
+    if adapter:
+        own = _by_name(adapter)
+        kept = [
+            Placed(n, r.source.dtype, math.prod(r.parameter.shape) * r.source.dtype.itemsize) for n, r in own.items()
+        ]
+        placer.add(ADAPTER_FILE, split_in_files(kept, sum(t.nbytes for t in kept))[0], own)
+    parameters, outputs = placer.parameters, placer.outputs
     return Plan(
         tuple(parameters),
         tuple(outputs),
@@ -94,6 +82,41 @@ def make_plan(
         broken_ties,
         probe_nbytes,
     )
+
+
+class _Placer:
+    """Output files one after another, each with its final header."""
+
+    def __init__(self) -> None:
+        self.parameters: list[ParameterPlan] = []
+        self.outputs: list[OutputFile] = []
+
+    def add(self, name: str, group: Sequence[Placed], by_name: Mapping[str, Resolved]) -> None:
+        entries = []
+        data_stop = 0
+        for t in group:
+            shape = by_name[t.name].parameter.shape
+            entries.append(HeaderEntry(t.name, t.dtype, shape, data_stop, data_stop + t.nbytes))
+            data_stop += t.nbytes
+        header = build_header(entries, align=DATA_ALIGNMENT)
+        indices = range(len(self.parameters), len(self.parameters) + len(group))
+        for tensor, entry in zip(group, entries, strict=True):
+            source, start = by_name[tensor.name].source, len(header) + entry.start
+            plan = ParameterPlan(tensor.name, entry.shape, source, tensor.dtype, len(self.outputs), start)
+            self.parameters.append(plan)
+        self.outputs.append(OutputFile(name, header, len(header) + data_stop, tuple(indices)))
+
+
+def _by_name(resolved: Sequence[Resolved]) -> dict[str, Resolved]:
+    by_name = {r.parameter.name: r for r in resolved}
+    if len(by_name) != len(resolved):
+        names = [r.parameter.name for r in resolved]
+        twice = next(n for n in names if names.count(n) > 1)
+        msg = f"two sources would be written as {twice}"
+        raise CorruptCheckpointError(
+            msg, hint="the naming rules do not fit this model; --layout as-is merges it unnamed"
+        )
+    return by_name
 
 
 def _identity(
@@ -108,7 +131,11 @@ def _identity(
         sources.update(f"{p.name}\0{p.source.view}\0{p.source.dtype}\n".encode())
         for take in p.source.takes:
             sources.update(f"{take.source_box}{take.dest_box}{take.permute}".encode())
-            for column in (take.table.start, take.table.stop, take.table.file, take.table.offset):
+            tables = [take.table]
+            if take.fold is not None:
+                sources.update(f"{take.fold.scale!r}{take.fold.transposed}{take.fold.dtype}".encode())
+                tables += [take.fold.a.table, take.fold.b.table]
+            for column in (c for t in tables for c in (t.start, t.stop, t.file, t.offset)):
                 sources.update(column.tobytes())
     headers = hashlib.sha256()
     for o in outputs:
@@ -122,4 +149,5 @@ def _identity(
         "--dtype": options.dtype,
         "--layout": options.layout,
         "--max-shard-size": str(options.max_shard_size),
+        "--lora": f"{options.lora.mode or 'merge'}, alpha {options.lora.alpha or 'as found'}",
     }

@@ -75,7 +75,9 @@ def resolve(catalog: Catalog, parameter: Parameter, folds: Mapping[str, LowRank]
         names = ", ".join(f"{t.source} is {catalog.tensors[t.source].dtype}" for t in parameter.takes[:4])
         msg = f"{parameter.name} would be made of tensors of different types: {names or 'none at all'}"
         raise UnsupportedError(msg, hint="merge with --layout as-is, or save the model in one type")
-    takes = tuple(_resolved(catalog.tensors[take.source], take, parameter, folds.get(take.source)) for take in parameter.takes)
+    takes = tuple(
+        _resolved(catalog.tensors[take.source], take, parameter, folds.get(take.source)) for take in parameter.takes
+    )
     takes = tuple(take for take in takes if take.dest_box.size)  # a source without elements adds none
     fault = None
     if math.prod(parameter.view) != math.prod(parameter.shape):

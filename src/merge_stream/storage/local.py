@@ -284,6 +284,8 @@ class LocalSink:
 
     def allocate(self, name: str, nbytes: int) -> None:
         """Create the file at its full size, without blocks: free space is checked before, from the plan."""
+        if "/" in name:
+            os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
         fd = os.open(self.path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if os.fstat(fd).st_size != nbytes:

@@ -122,6 +122,7 @@ class Catalog:
     naming     "hf" when names are transformers state-dict names, else the trainer's scheme
                ("torchtitan")
     config_dirs folders beside the checkpoint that may hold config.json and tokenizer
+    beside     small files of the checkpoint that say more about it: name -> absolute path
     metadata_nbytes  bytes of metadata that were parsed (feeds the memory projection)
     """
 
@@ -134,6 +135,7 @@ class Catalog:
     notes: tuple[str, ...] = ()
     naming: str = "hf"
     config_dirs: tuple[str, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
     metadata_nbytes: int = 0
 
     @property

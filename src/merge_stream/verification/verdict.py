@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.naming import map_names
+from merge_stream.containers.safetensors_file import read_header
 from merge_stream.encodings.base import Encoding
 from merge_stream.encodings.cast import Cast
 from merge_stream.engine.assembler import Assembler
@@ -25,15 +25,16 @@ from merge_stream.engine.memory import plan_memory
 from merge_stream.engine.probe import Prober
 from merge_stream.errors import CheckpointError, MergeStreamError, VerificationError
 from merge_stream.opening import open_checkpoint
-from merge_stream.options import LayoutName, OpenOptions
+from merge_stream.options import LayoutName, LoraChoice, OpenOptions
 from merge_stream.output.model_info import find_model_folder
+from merge_stream.planning.naming import Named, name_parameters
 from merge_stream.planning.plan import Assembly, ParameterPlan, Plan, ResolvedTake
 from merge_stream.planning.planner import Resolved
 from merge_stream.planning.resolve import check_shards, resolve
-from merge_stream.storage.local import LocalSource
+from merge_stream.storage.local import LocalSource, LocalTree
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import identity
-from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
+from merge_stream.tensors.ref import Catalog, ShardTable, SourceFile, TensorRef
 
 __all__ = ["Verdict", "compare_with_plan", "verify"]
 
@@ -120,6 +121,7 @@ def verify(
     tolerance: Tolerance | None = None,
     opening: OpenOptions | None = None,
     base_model: str | None = None,
+    lora: LoraChoice | None = None,
     observer: Observer | None = None,
     stop: StopFlag | None = None,
 ) -> Verdict:
@@ -132,13 +134,15 @@ def verify(
     for catalog in (model, reference):
         check_shards(catalog, catalog.tensors)
     verdict = Verdict(os.fspath(out), os.fspath(paths[0]))
-    memory = plan_memory(max_mem, workers=workers, compare=True)
+    named = _named(model, reference, base_model, lora or LoraChoice(), verdict)
+    rank = named.largest_rank if named is not None else 0
+    memory = plan_memory(max_mem, workers=workers, compare=True, largest_rank=rank)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     encoding = Cast("keep")
     with_source = LocalSource()
     try:
         prober = Prober(reference, with_source, encoding, budget, memory.segment, observer, stop)
-        wanted = _wanted(model, reference, base_model, prober, verdict)
+        wanted = _wanted(model, reference, named, prober, verdict)
         pairs = _pairs(model, reference, wanted, verdict)
         verdict.tensors, verdict.nbytes = len(pairs), sum(p.got.nbytes for p in pairs)
         observer(Phase("comparing", verdict.nbytes))
@@ -157,34 +161,43 @@ def verify(
     return verdict
 
 
-def _wanted(
-    model: Catalog, reference: Catalog, base_model: str | None, prober: Prober, verdict: Verdict
-) -> dict[str, Resolved]:
-    """What the model should hold, by name; drops a tied head that the model rightly left out."""
+def _named(
+    model: Catalog, reference: Catalog, base_model: str | None, lora: LoraChoice, verdict: Verdict
+) -> Named | None:
+    """What a merge of the reference would write, in the layout that the model has; None for a plain model."""
     if reference.format == "hugging_face":
-        whole = [identity(name, tensor.shape) for name, tensor in reference.tensors.items()]
-        return {p.name: Resolved(p, resolve(reference, p)) for p in whole}
+        return None
     folder = _model_info(model, reference, base_model)
     layouts: tuple[LayoutName, ...] = ("upstream", "as-is")
-    found: dict[str, Resolved] = {}
+    named = None
     for layout in layouts:
         try:
-            mapping = map_names(reference, folder, layout)
+            named = name_parameters(reference, folder, layout, lora)
         except MergeStreamError:
-            if layout == layouts[-1]:
+            if named is None and layout == layouts[-1]:
                 raise
             continue
-        found = {p.name: Resolved(p, resolve(reference, p)) for p in mapping.parameters}
-        for tie in mapping.ties:
-            absent = tie.name not in model.tensors and tie.twin in model.tensors
-            if absent and prober.same(tie.name, found[tie.name].source, found[tie.twin].source):
-                del found[tie.name]
-                verdict.notes.append(f"{tie.name} is left out of the model, rightly: it is equal to {tie.twin}")
-        if found.keys() == model.tensors.keys():
+        if model.tensors.keys() <= named.parameters.keys():
             if layout == "as-is":
                 verdict.notes.append("the model has the trainer's names (--layout as-is)")
             break
-    return found
+    return named
+
+
+def _wanted(
+    model: Catalog, reference: Catalog, named: Named | None, prober: Prober, verdict: Verdict
+) -> dict[str, Resolved]:
+    """What the model should hold, by name; drops a tied head that the model rightly left out."""
+    if named is None:
+        whole = [identity(name, tensor.shape) for name, tensor in reference.tensors.items()]
+        return {p.name: Resolved(p, resolve(reference, p)) for p in whole}
+    wanted = dict(named.parameters)
+    for tie in named.mapping.ties:
+        absent = tie.name not in model.tensors and tie.twin in model.tensors
+        if absent and prober.same(tie.name, wanted[tie.name].source, wanted[tie.twin].source):
+            del wanted[tie.name]
+            verdict.notes.append(f"{tie.name} is left out of the model, rightly: it is equal to {tie.twin}")
+    return wanted
 
 
 def _model_info(model: Catalog, reference: Catalog, base_model: str | None) -> ModelInfo:
@@ -235,15 +248,24 @@ def compare_with_plan(  # noqa: PLR0917 - the means of a comparison
     stop: StopFlag,
 ) -> None:
     """Read the whole staged output and the source again; VerificationError when a value differs."""
-    model = open_checkpoint([model_dir], OpenOptions(format="hugging_face"))
+    tree = LocalTree.of([model_dir])
+    files: list[SourceFile] = []
+    pairs: list[Pair] = []
+    for number, output in enumerate(plan.outputs):
+        entry = tree.entry(output.name)
+        files.append(SourceFile(entry.path, output.name, entry.nbytes, entry.mtime_ns))
+        header = read_header(tree, output.name)
+        for p in (plan.parameters[k] for k in output.parameters):
+            stored = header.tensors[p.name]
+            rows = ShardTable.of([(Box.whole(stored.shape), number, stored.offset)], len(stored.shape))
+            pairs.append(_pair(p, TensorRef(p.name, stored.dtype, stored.shape, rows)))
     source = LocalSource()
     observer(Phase("verifying", sum(p.nbytes for p in plan.parameters)))
-    pairs = [_pair(p, model.tensors[p.name]) for p in plan.parameters]
     try:
         differences = compare_pairs(
             pairs,
             lambda: Assembler(source, plan.files, encoding),
-            lambda: Assembler(source, model.files, encoding),
+            lambda: Assembler(source, files, encoding),
             budget=budget,
             segment_bytes=segment_bytes,
             observer=observer,
