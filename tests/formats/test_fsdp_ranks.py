@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import random
 import shutil
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from merge_stream.errors import (
     AmbiguousCheckpointError,
     CorruptCheckpointError,
     IncompleteShardsError,
+    MergeStreamError,
     TruncatedFileError,
     UnsafePickleError,
     UnsupportedError,
@@ -25,6 +29,7 @@ from merge_stream.errors import (
 from merge_stream.formats.fsdp_ranks import MEMBER
 from merge_stream.options import OpenOptions
 from merge_stream.storage.local import LocalTree
+from merge_stream.storage.memory import MemoryTree
 from merge_stream.tensors.ref import Catalog
 from tests.formats.dtensor_files import dtensor, save_ranks, tensor_mesh
 from tests.formats.naive import SHARED, assert_equal, copied, fixture, opened, values
@@ -183,6 +188,20 @@ class TestWhichFiles:
         assert MEMBER.detect(LocalTree.of([tmp_path])) is None
 
 
+def with_changed_pickle(data: bytes, source: random.Random) -> bytes:
+    """The zip with a few bytes of its data.pkl changed, checksums right again."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(buffer, "w") as target:
+        for name in archive.namelist():
+            content = bytearray(archive.read(name))
+            if name.endswith("data.pkl"):
+                for _ in range(source.randint(1, 3)):
+                    at = source.randrange(min(len(content), 2500))
+                    content[at] = source.choice((*b"}])N\x88K.hqrRbt\x85\x86\x81", content[at] ^ 1))
+            target.writestr(name, bytes(content))
+    return buffer.getvalue()
+
+
 class TestDamagedFiles:
     def test_empty_and_cut(self, tmp_path: Path) -> None:
         folder = copied("fsdp/fsdp2_tp_2x2", tmp_path)
@@ -206,6 +225,21 @@ class TestDamagedFiles:
         with pytest.raises(UnsafePickleError, match=r"rank_1\.pt: the pickle asks for posix\.system"):
             opened(MEMBER, folder)
         assert not (tmp_path / "pwned").exists()
+
+    def test_mutated_pickles_give_our_errors_only(self, tmp_path: Path) -> None:
+        """800 rank files with one to three changed bytes in data.pkl: no other exception comes out."""
+        source = random.Random(5)
+        folder = copied("fsdp_old/torch-2.10.0-w4-fsdp2_tp_uneven", tmp_path)
+        contents = {path.name: path.read_bytes() for path in folder.glob("model*")}
+        refused = 0
+        for _ in range(800):
+            name = source.choice(sorted(contents))
+            mutant = with_changed_pickle(contents[name], source)
+            try:
+                MEMBER.open(MemoryTree(contents | {name: mutant}), OpenOptions())
+            except MergeStreamError:
+                refused += 1
+        assert refused > 300
 
     def test_no_state_dict(self, tmp_path: Path) -> None:
         torch.save([1, 2], tmp_path / "model_world_size_1_rank_0.pt")

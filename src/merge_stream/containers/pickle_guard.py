@@ -15,19 +15,21 @@ Threats to CPython's C unpickler (3.11 to 3.14), and what ends them here:
 3. Integers: text forms are quadratic, and ints beyond 64 bits can be made with one hash in any
    number, so that a dict becomes quadratic. -> no text opcodes, LONG1/LONG4 of at most 9 bytes
    (2**10 collisions); the one exception is the magic number of torch's legacy files.
-4. Tuples as dict keys or set members: `t = (t, t)` from the memo hashes in 2**n steps; nested
-   deeply it overflows the C stack (tuple hashing is recursive and unchecked); tuples of ints can
-   be made to collide at will. -> the stack is simulated with one weight for each element: 1, but
-   1.25 * sum + 1 for a tuple, so that weight bounds both the steps and the depth (1.25**depth).
-   Lists, dicts and recorders weigh 1: they do not hash, or hash by identity. For keys that weigh
-   more than 1, (number of keys) * (sum of weights) may not exceed 1e8, which bounds the steps
-   even if all of them collide.
+4. Tuples in tuples: `t = (t, t)` from the memo hashes, compares and prints in 2**n steps; nested
+   deeply it overflows the C stack (tuple hashing is recursive and unchecked). -> the stack is
+   simulated with one weight for each element: 1, but 1.25 * sum + 1 for a tuple, so that weight
+   bounds both the steps and the depth (1.25**depth); no tuple may weigh more than 1e6.
+   Tuples of ints as dict keys or set members can be made to collide at will. -> for keys that are
+   tuples, (number of keys) * (sum of weights) may not exceed 1e8, which bounds the steps even if
+   all of them collide. Lists, dicts and recorders weigh 1: they do not hash, or hash by identity.
 5. Absurd depth of the stack, EXT opcodes (code registry), out-of-band buffers, protocol 0
    opcodes other than GLOBAL: never written by torch.save or DCP, refused.
 
 Strings hash with a secret of the process and cannot be made to collide. Deep nesting of lists,
-dicts, tuples and recorders is harmless: CPython's trashcan frees it without recursion. Memory of
-the result stays linear in the pickle: at most about 100 bytes for a byte.
+dicts and recorders is harmless here: CPython's trashcan frees it without recursion. Memory of the
+result stays linear in the pickle: at most about 100 bytes for a byte. Not bounded here: lists and
+dicts that hold one another many times. Who reads the result must not print, compare or walk them
+without a limit (`pickle_reader.described` is for messages).
 
 Wherever the C unpickler succeeds, the simulated stack is the true one; where the simulation
 cannot follow, the C unpickler would fail too.
@@ -44,6 +46,7 @@ __all__ = ["check_pickle"]
 _U32 = struct.Struct("<I").unpack_from
 _MOST_STACK = 4_000_000
 _MOST_MARKS = 100_000
+_MOST_TUPLE = 1e6
 _MOST_KEY_COST = 1e8
 _LONGEST_NAME = 1024
 _LEGACY_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
@@ -122,23 +125,30 @@ def _scan(data: bytes, start: int, where: str) -> int:
         elif op == 0x58:  # X BINUNICODE
             push(1)
             i += 5 + u32(data, i + 1)[0]
-        elif op == 0x52 or op == 0x81:  # noqa: PLR1714 - twice as fast; R REDUCE, NEWOBJ: callable, arguments -> at most the arguments
+        # R REDUCE, NEWOBJ: what a callable gives weighs at most as much as its arguments
+        elif op == 0x52 or op == 0x81:  # noqa: PLR1714 - twice as fast
             weight = pop()
             stack[-1] = weight
             i += 1
         elif op == 0x85:  # TUPLE1
-            stack[-1] = 1.25 * stack[-1] + 1
+            stack[-1] = weight = 1.25 * stack[-1] + 1
             i += 1
+            if weight > _MOST_TUPLE:
+                raise _heavy(where, i)
         elif op == 0x86:  # TUPLE2
             weight = pop()
-            stack[-1] = 1.25 * (stack[-1] + weight) + 1
+            stack[-1] = weight = 1.25 * (stack[-1] + weight) + 1
             i += 1
+            if weight > _MOST_TUPLE:
+                raise _heavy(where, i)
         elif op == 0x74:  # t TUPLE
             at = marks.pop()
             weight = 1.25 * sum(stack[at:]) + 1
             del stack[at:]
             push(weight)
             i += 1
+            if weight > _MOST_TUPLE:
+                raise _heavy(where, i)
         elif op == 0x62:  # b BUILD
             pop()
             i += 1
@@ -167,8 +177,10 @@ def _scan(data: bytes, start: int, where: str) -> int:
             i += 1
         elif op == 0x87:  # TUPLE3
             weight = pop() + pop()
-            stack[-1] = 1.25 * (stack[-1] + weight) + 1
+            stack[-1] = weight = 1.25 * (stack[-1] + weight) + 1
             i += 1
+            if weight > _MOST_TUPLE:
+                raise _heavy(where, i)
         elif op == 0x61:  # a APPEND
             pop()
             i += 1
@@ -236,6 +248,8 @@ def _rare(data: bytes, i: int, stack: list[float], marks: list[int], keys: _Keys
         del stack[at:]
         if op == 0x91:
             stack.append(1.25 * sum(members) + 1)
+            if stack[-1] > _MOST_TUPLE:
+                raise _heavy(keys.where, i)
     elif op == 0x6F:  # o OBJ
         at = marks.pop()
         weight = 1.25 * sum(stack[at:]) + 1
@@ -274,6 +288,10 @@ class _Keys:
 def _unsafe(where: str, at: int, what: str) -> UnsafePickleError:
     msg = f"{where}: the pickle {what} (at byte {at}); it is built to do harm, or damaged"
     return UnsafePickleError(msg, hint="do not use this file; a trainer's torch.save does not write this")
+
+
+def _heavy(where: str, at: int) -> UnsafePickleError:
+    return _unsafe(where, at, "nests or repeats tuples in tuples without end")
 
 
 def _broken(where: str, at: int, what: str, *, truncated: bool) -> CorruptCheckpointError:

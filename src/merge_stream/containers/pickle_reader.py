@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Self
 from merge_stream.containers.pickle_guard import check_pickle
 from merge_stream.errors import CorruptCheckpointError, UnsafePickleError
 
-__all__ = ["Recorder", "StorageRecord", "dotted_name", "is_class", "is_instance", "read_pickle"]
+__all__ = ["Recorder", "StorageRecord", "described", "dotted_name", "is_class", "is_instance", "read_pickle"]
 
 _MOST_GLOBALS = 5000
 
@@ -162,6 +162,17 @@ def dotted_name(value: object) -> str:
     if is_class(value) or isinstance(value, Recorder):
         return value.dotted  # type: ignore[attr-defined, no-any-return]
     return "storage" if isinstance(value, StorageRecord) else type(value).__name__
+
+
+def described(value: object) -> str:
+    """The value for a message, never longer than a line: what a checkpoint holds may not be printed as it is."""
+    if value is None or type(value) in (int, float, bool):
+        return str(value)[:40]
+    if type(value) is str:
+        return repr(value[:60])
+    if type(value) in (tuple, list) and len(value) <= 16 and all(type(n) is int for n in value):  # type: ignore[arg-type, attr-defined]
+        return str(value)[:120]
+    return dotted_name(value)[:120]
 
 
 def _recorder_class(dotted: str) -> type[Recorder]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
-from merge_stream.containers.pickle_reader import StorageRecord, read_pickle
+from merge_stream.containers.pickle_reader import StorageRecord, described, read_pickle
 from merge_stream.errors import CorruptCheckpointError, TruncatedFileError, UnsupportedError
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.dtype import dtype_of_storage
@@ -39,7 +39,12 @@ def read_stream(tree: ByteTree, name: str, *, start: int, nbytes: int) -> Legacy
     """Read the stream at [start, start + nbytes) of a file; bulk bytes are not read."""
     where = tree.files[name].path
     root, storages, keys, end, read = _pickles(tree, name, start, nbytes, where)
-    if not isinstance(keys, list) or not set(keys) <= set(storages) or len(set(keys)) != len(keys):
+    if (
+        not isinstance(keys, list)
+        or any(type(key) is not str for key in keys)
+        or not set(keys) <= set(storages)
+        or len(set(keys)) != len(keys)
+    ):
         msg = f"{where}: the list of storages of this legacy torch file does not match its tensors"
         raise CorruptCheckpointError(msg, hint=_RETRY)
     position = end
@@ -89,8 +94,8 @@ def _pickles(
 
 
 def _check(protocol: object, system: object, where: str) -> None:
-    if protocol != 1001 or not isinstance(system, dict):
-        msg = f"{where}: this legacy torch file has protocol {protocol!r:.40}, wanted 1001"
+    if type(protocol) is not int or protocol != 1001 or not isinstance(system, dict):
+        msg = f"{where}: this legacy torch file has protocol {described(protocol)}, wanted 1001"
         raise UnsupportedError(msg, hint="save the file again with a current torch (zip form)")
     if system.get("little_endian") is not True:
         msg = f"{where}: the file was saved on a big-endian machine"

@@ -56,21 +56,22 @@ def plain_tensor(value: Any, tensor: str, where: str) -> PlainTensor | None:  # 
     UnsupportedError names the kind of a tensor that is not dense; CorruptCheckpointError when
     the record is malformed. `tensor` and `where` are the name and the file for messages.
     """
+    while isinstance(value, Recorder) and value.dotted in _PARAMETER and value.args:
+        value = value.args[0]
     if not isinstance(value, Recorder):
         return None
     dotted = value.dotted
     if dotted in (_V2, _V3):
         return _dense(dotted, value.args, tensor, where)
-    if dotted in _PARAMETER:
-        return plain_tensor(value.args[0], tensor, where) if value.args else None
     if dotted == _FROM_TYPE:
         if len(value.args) != 4 or not is_class(value.args[0]) or type(value.args[2]) is not tuple:
             _malformed(tensor, where)
         rebuild = dotted_name(value.args[0])
         if rebuild in (_V2, _V3) and dotted_name(value.args[1]) in _PLAIN_TYPES:
             return _dense(rebuild, value.args[2], tensor, where)
-        if rebuild in _PARAMETER and value.args[2]:
-            return plain_tensor(value.args[2][0], tensor, where)
+        inner = value.args[2][0] if rebuild in _PARAMETER and value.args[2] else None
+        if isinstance(inner, Recorder) and inner.dotted in (_V2, _V3):
+            return _dense(inner.dotted, inner.args, tensor, where)
         kind = _KINDS.get(rebuild, "a tensor subclass")
         _refuse(f"{kind} ({dotted_name(value.args[1])})", tensor, where)
     if dotted in _KINDS:
@@ -128,7 +129,7 @@ def _dense(rebuild: str, args: tuple[Any, ...], tensor: str, where: str) -> Plai
     if dtype is None:
         _refuse(f"of type torch.{name.removeprefix('torch.')}, which safetensors cannot hold", tensor, where)
     if extra:  # conj / neg bits: the bytes are not the values
-        _refuse(f"a lazily conjugated or negated view ({sorted(extra)})", tensor, where)
+        _refuse("a lazily conjugated or negated view", tensor, where)
     return PlainTensor(dtype, shape, stride, storage.key, offset)
 
 

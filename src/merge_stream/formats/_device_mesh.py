@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from merge_stream.containers.pickle_reader import Recorder
+from merge_stream.containers.pickle_reader import Recorder, described
 from merge_stream.containers.torch_tensor import PlainTensor, plain_tensor
 from merge_stream.errors import CorruptCheckpointError
 
@@ -74,7 +74,7 @@ def decode_mesh(record: Any, rank: int, where: str, read_ints: Callable[[PlainTe
     elif "mesh" in state:
         mesh = _from_tensor(state, where, read_ints)
     else:
-        raise _damaged(where, f"it has neither `mesh` nor `_layout`, but {sorted(map(str, state))[:8]}")
+        raise _damaged(where, f"it has neither `mesh` nor `_layout`, but {len(state)} other fields")
     if math.prod(mesh.shape) != len(mesh.ranks) or len(set(mesh.ranks)) != len(mesh.ranks) or min(mesh.ranks) < 0:
         raise _damaged(where, f"shape {mesh.shape} with ranks {mesh.ranks[:16]}")
     _check_own_place(state, mesh, rank, where)
@@ -108,12 +108,12 @@ def _from_layout(state: dict[str, Any], rank: int, where: str, read_ints: Callab
         if isinstance(shape, int):
             shape, stride = (shape,), (stride,)
         if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) != len(stride):
-            raise _damaged(where, f"layout {shape} : {stride}")
+            raise _damaged(where, f"layout {described(shape)} : {described(stride)}")
         axes = [(_flat(a), _flat(b)) for a, b in zip(shape, stride, strict=True)]
         writer = "2.10 - 2.12"
     sizes = tuple(math.prod(axis[0]) for axis in axes)
     if not axes or any(len(a) != len(b) or not a for a, b in axes) or not 0 < math.prod(sizes) <= _MOST_RANKS:
-        raise _damaged(where, f"layout {axes[:8]}")
+        raise _damaged(where, f"layout of sizes {sizes[:8]}")
     rank_map = _rank_map(state, where, read_ints)
     own = state.get("_rank")
     own = own if isinstance(own, int) else rank
@@ -122,11 +122,11 @@ def _from_layout(state: dict[str, Any], rank: int, where: str, read_ints: Callab
     place = rank_map.index(own)
     for size, stride in ((n, s) for a, b in axes for n, s in zip(a, b, strict=True)):
         if size < 1 or stride < 0:
-            raise _damaged(where, f"layout {axes[:8]}")
+            raise _damaged(where, f"layout of sizes {sizes[:8]}")
         place -= (place // stride % size) * stride if stride else 0
     ranks = [place + sum(offsets) for offsets in itertools.product(*(_offsets(a, b) for a, b in axes))]
     if min(ranks) < 0 or max(ranks) >= len(rank_map):
-        raise _damaged(where, f"layout {axes[:8]} reaches beyond {len(rank_map)} ranks")
+        raise _damaged(where, f"layout of sizes {sizes[:8]} reaches beyond {len(rank_map)} ranks")
     return Mesh(sizes, tuple(rank_map[k] for k in ranks), _names(state.get("_mesh_dim_names")), writer)
 
 
@@ -152,7 +152,7 @@ def _flat(value: object) -> tuple[int, ...]:
 
 
 def _names(value: object) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, (tuple, list)) else ()
+    return tuple(n for n in value if isinstance(n, str)) if isinstance(value, (tuple, list)) else ()
 
 
 def _check_own_place(state: dict[str, Any], mesh: Mesh, rank: int, where: str) -> None:
@@ -164,7 +164,7 @@ def _check_own_place(state: dict[str, Any], mesh: Mesh, rank: int, where: str) -
         msg = f"{where}: rank {rank} is not in its device mesh of ranks {list(mesh.ranks)[:16]}"
         raise CorruptCheckpointError(msg, hint="rank files were renamed or come from two runs; restore their names")
     place = state.get("_coordinate_on_dim")
-    if isinstance(place, (tuple, list)) and len(place) == len(mesh.shape):
+    if isinstance(place, (tuple, list)) and [type(k) for k in place] == [int] * len(mesh.shape):
         wanted = [int(k) for k in np.unravel_index(mesh.ranks.index(rank), mesh.shape)]
         if list(place) != wanted:
             msg = (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from merge_stream.containers.pickle_reader import Recorder, dotted_name
+from merge_stream.containers.pickle_reader import Recorder, described, dotted_name
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.formats._device_mesh import Mesh
 
@@ -55,7 +55,7 @@ def decode_placements(records: Any, mesh: Mesh, ndim: int, tensor: str, where: s
     UnsupportedError names tensor and placement for what is no split (Partial over several ranks).
     """
     if not isinstance(records, (tuple, list)) or len(records) > len(mesh.shape):
-        msg = f"{where}: {tensor} has placements {records!r:.80} on a mesh of {len(mesh.shape)} dims"
+        msg = f"{where}: {tensor} has placements {described(records)} on a mesh of {len(mesh.shape)} dims"
         raise CorruptCheckpointError(msg, hint="the file is damaged: copy it again")
     # torch 2.3's FSDP2 on a 2-D mesh (HSDP) writes only the placement of the last mesh dim
     missing = len(mesh.shape) - len(records)
@@ -77,7 +77,7 @@ def _placement(record: object, size: int, ndim: int, tensor: str, where: str) ->
         return REPLICATE
     if kind in ("Shard", "_StridedShard") and type(dim) is int and -ndim <= dim < ndim and type(factor) is int:
         return Placement(dim % ndim, factor if kind == "_StridedShard" else 0)
-    detail = f"{kind}({', '.join(f'{k}={v!r:.30}' for k, v in fields.items() if v is not None)})"
+    detail = f"{kind}({', '.join(f'{k}={described(v)}' for k, v in list(fields.items())[:4] if v is not None)})"
     if "Partial" in kind:
         msg = f"{where}: {tensor} has the placement {detail}: each of {size} ranks holds a summand, not a part"
         raise UnsupportedError(msg, hint="reduce it before saving: tensor.redistribute(placements=[Replicate()])")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from merge_stream.containers.pickle_reader import Recorder, dotted_name
+from merge_stream.containers.pickle_reader import Recorder, described, dotted_name
 from merge_stream.containers.torch_file import TorchFile
 from merge_stream.containers.torch_tensor import PlainTensor, locate, plain_tensor
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
@@ -103,32 +103,41 @@ class RankIndex:
     def add_file(self, source: RankFile, values: Iterable[tuple[str, Any]]) -> None:
         """Take in one rank's file: (tensor name, value) pairs."""
         where = source.file.where
-        for tensor, value in values:
-            record = value
-            while isinstance(record, Recorder) and record.dotted in _PARAMETER and record.args:
-                record = record.args[0]
-            wrapped = isinstance(record, Recorder) and record.dotted == _FROM_TYPE and len(record.args) == 4
-            if wrapped and dotted_name(record.args[0]) == _WRAPPER:
-                kind = dotted_name(record.args[1]).rpartition(".")[2]
-                if kind == "DTensor":
-                    self._add_dtensor(source, tensor, record)
-                elif kind == "ShardedTensor":
-                    self._add_sharded(source, tensor, record)
-                else:
-                    msg = f"{where}: {tensor} is a {dotted_name(record.args[1])}, a tensor subclass without a reader"
-                    raise UnsupportedError(msg, hint="turn it into a plain tensor or DTensor before saving")
-                self.kinds[kind] += 1
-                continue
-            plain = plain_tensor(record, tensor, where)
-            if plain is not None:
-                group = self._group(tensor, plain.dtype, plain.shape, None)
-                group.add(source.rank, locate(plain, source.file, tensor), _crc(plain, source.file))
-                self.kinds["plain"] += 1
-            elif isinstance(record, Recorder):
-                msg = f"{where}: {tensor} is a {record.dotted}, not a tensor"
-                raise UnsupportedError(msg, hint="leave it out of the state dict, or save it as a plain tensor")
+        tensor = ""
+        try:
+            for tensor, value in values:
+                self._add(source, tensor, value)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            msg = f"{where}: the record of {tensor} is malformed ({type(error).__name__})"
+            raise CorruptCheckpointError(msg, hint=_DAMAGED) from error
+
+    def _add(self, source: RankFile, tensor: str, value: Any) -> None:  # noqa: ANN401 - any unpickled value
+        where = source.file.where
+        record = value
+        while isinstance(record, Recorder) and record.dotted in _PARAMETER and record.args:
+            record = record.args[0]
+        wrapped = isinstance(record, Recorder) and record.dotted == _FROM_TYPE and len(record.args) == 4
+        if wrapped and dotted_name(record.args[0]) == _WRAPPER:
+            kind = dotted_name(record.args[1]).rpartition(".")[2]
+            if kind == "DTensor":
+                self._add_dtensor(source, tensor, record)
+            elif kind == "ShardedTensor":
+                self._add_sharded(source, tensor, record)
             else:
-                self.ignored["values that are no tensors"] += 1
+                msg = f"{where}: {tensor} is a {dotted_name(record.args[1])}, a tensor subclass without a reader"
+                raise UnsupportedError(msg, hint="turn it into a plain tensor or DTensor before saving")
+            self.kinds[kind] += 1
+            return
+        plain = plain_tensor(record, tensor, where)
+        if plain is not None:
+            group = self._group(tensor, plain.dtype, plain.shape, None)
+            group.add(source.rank, locate(plain, source.file, tensor), _crc(plain, source.file))
+            self.kinds["plain"] += 1
+        elif isinstance(record, Recorder):
+            msg = f"{where}: {tensor} is a {record.dotted}, not a tensor"
+            raise UnsupportedError(msg, hint="leave it out of the state dict, or save it as a plain tensor")
+        else:
+            self.ignored["values that are no tensors"] += 1
 
     def _group(self, tensor: str, dtype: DType, shape: tuple[int, ...], layout: Layout | None) -> Group:
         groups = self.tensors.setdefault(tensor, [])
@@ -146,6 +155,9 @@ class RankIndex:
         if type(state) is not dict or type(args) is not tuple or len(args) < 3 or type(args[2]) is not tuple:
             raise CorruptCheckpointError(f"{file.where}: the DTensor {tensor} is malformed", hint=_DAMAGED)
         shape: tuple[int, ...] = args[2]
+        if any(type(n) is not int or n < 0 for n in shape):
+            msg = f"{file.where}: the DTensor {tensor} has the shape {described(shape)}"
+            raise CorruptCheckpointError(msg, hint=_DAMAGED)
         local = plain_tensor(state.get("_local_tensor"), tensor, file.where)
         spec = state.get("_spec")
         fields = spec.state if isinstance(spec, Recorder) else None
@@ -182,8 +194,6 @@ class RankIndex:
         shape: tuple[int, ...],
         subject: str,
     ) -> Layout:
-        if any(type(n) is not int or n < 0 for n in shape):
-            raise CorruptCheckpointError(f"{subject} has the shape {shape!r:.80}", hint=_DAMAGED)
         split = [p.dim for p, n in zip(placements, mesh.shape, strict=True) if p.dim >= 0 and n > 1]
         twice = mesh.order_unrecorded and shard_order is None and len(set(split)) < len(split)
         if twice and not self._tp_first:
@@ -250,7 +260,9 @@ def _shard_order(value: Any) -> ShardOrder | None:  # noqa: ANN401
     for entry in value:
         pair = entry.args if isinstance(entry, Recorder) else entry
         if type(pair) is not tuple or len(pair) != 2 or type(pair[1]) is not tuple:
-            return None
+            raise TypeError("shard_order")
+        if any(type(n) is not int for n in (pair[0], *pair[1])):
+            raise TypeError("shard_order")
         entries.append((pair[0], pair[1]))
     return tuple(entries)
 

@@ -19,11 +19,12 @@ import gc
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from merge_stream.containers.pickle_reader import dotted_name
+from merge_stream.containers.pickle_reader import described, dotted_name
 from merge_stream.containers.torch_file import TorchFile, open_torch_file
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnknownFormatError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
@@ -41,6 +42,7 @@ from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 __all__ = ["MEMBER", "FsdpRanks"]
 
 _MOST_DEPTH = 8
+_MOST_ENTRIES = 1 << 20
 _FLAT = re.compile(r"_?flat_param(_\d+)?")
 
 
@@ -140,7 +142,7 @@ class _Names:
         return ((clean, values[key]) for key, clean in self._clean.items())
 
     def _nested(self, file: TorchFile, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-        flat = dict(_flattened(values, (), _MOST_DEPTH))
+        flat = dict(islice(_flattened(values, (), _MOST_DEPTH), _MOST_ENTRIES))
         paths = {"\0".join(path): path for path in flat}
         selected = select_model(paths, self._root, file.where)
         _refuse_flat(selected.names.values(), file.where)
@@ -165,10 +167,11 @@ def _refuse_flat(names: Iterable[str], where: str) -> None:
 
 def _flattened(values: Mapping[Any, Any], path: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in values.items():
+        name = key if isinstance(key, str) else described(key)
         if isinstance(value, dict) and depth:
-            yield from _flattened(value, (*path, str(key)), depth - 1)
+            yield from _flattened(value, (*path, name), depth - 1)
         else:
-            yield (*path, str(key)), value
+            yield (*path, name), value
 
 
 class _Assembler:
