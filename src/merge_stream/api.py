@@ -315,13 +315,13 @@ def merge(
 def check_disk(job: Job, place: OutputPlace) -> None:
     """Refuse before the first byte when the disk has no room for what is still to be written."""
     parent = place.out if place.inside else os.path.dirname(place.out)
-    try:
-        os.makedirs(parent, exist_ok=True)
-        usage = shutil.disk_usage(parent)
-    except OSError as error:
-        msg = f"{parent} cannot be written: {error.strerror}"
-        raise MergeStreamError(msg, hint="choose an OUT on a disk you may write to") from error
-    if not os.access(parent, os.W_OK):
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        msg = f"{parent} is a file, so {place.out} cannot be made below it"
+        raise MergeStreamError(msg, hint="choose another OUT")
+    usage = shutil.disk_usage(parent)
+    if not os.access(parent, os.W_OK | os.X_OK):
         msg = f"{parent} is not writable for this user"
         raise MergeStreamError(msg, hint="choose an OUT on a disk you may write to")
     there = 0
@@ -332,7 +332,10 @@ def check_disk(job: Job, place: OutputPlace) -> None:
     needed = job.plan.write_nbytes + job.folder.side_files.nbytes - there
     if needed > usage.free:
         msg = f"{parent} has {format_bytes(usage.free)} free, the output needs {format_bytes(needed)}"
-        raise DiskSpaceError(msg, hint="free some space, choose another disk, or write fewer bytes (--dtype bf16)")
+        fewer = (
+            ", or write fewer bytes (--dtype bf16)" if any(p.dtype.itemsize > 2 for p in job.plan.parameters) else ""
+        )  # noqa: PLR2004 - bf16
+        raise DiskSpaceError(msg, hint=f"free some space, or choose another disk{fewer}")
 
 
 def _check_sources(plan: Plan) -> None:
