@@ -334,7 +334,7 @@ def check_disk(job: Job, place: OutputPlace) -> None:
         msg = f"{parent} has {format_bytes(usage.free)} free, the output needs {format_bytes(needed)}"
         fewer = (
             ", or write fewer bytes (--dtype bf16)" if any(p.dtype.itemsize > 2 for p in job.plan.parameters) else ""
-        )  # noqa: PLR2004 - bf16
+        )
         raise DiskSpaceError(msg, hint=f"free some space, or choose another disk{fewer}")
 
 
