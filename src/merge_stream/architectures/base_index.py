@@ -30,7 +30,9 @@ __all__ = ["match_base_index"]
 
 Ints = tuple[int, ...]
 
-_SILENT = frozenset({"model", "language_model", "text_model", "vision_model", "thinker", "transformer", "backbone"})
+_SILENT = frozenset({"model", "language_model", "text_model"})
+_SILENT_FIRST = frozenset({"thinker", "transformer", "backbone"})
+_INSIDE_A_TOWER = re.compile(r"(?<=_tower)\.vision_model(?=\.)")
 _WORDS = {
     "block_sparse_moe": "mlp",
     "feed_forward": "mlp",
@@ -105,5 +107,7 @@ def _by_spelling(names: Iterable[str]) -> dict[str, str]:
 
 
 def _spelling(name: str) -> str:
-    spelled = ".".join(_WORDS.get(part, part) for part in name.split(".") if part not in _SILENT)
+    parts = _INSIDE_A_TOWER.sub("", name).split(".")
+    kept = (part for k, part in enumerate(parts) if part not in _SILENT and not (k == 0 and part in _SILENT_FIRST))
+    spelled = ".".join(_WORDS.get(part, part) for part in kept)
     return spelled.removesuffix(".weight") if ".experts." in f".{spelled}" else spelled

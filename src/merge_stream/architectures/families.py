@@ -44,8 +44,8 @@ DENSE = _words(
 # no table yet.
 RENAMED_VLM = _words(
     """
-    deepseek_ocr2 ernie4_5_vl_moe gemma3n gemma4 gemma4_unified hunyuan_vl idefics2 idefics3 instructblip internvl_chat
-    kimi_k25 kimi_vl minicpmv minicpmo molmo2 paddleocr_vl phi4_multimodal qwen3_5 qwen3_5_moe smolvlm
+    deepseek_ocr2 ernie4_5_vl_moe gemma3n gemma4 gemma4_unified hunyuan_vl instructblip internvl_chat
+    kimi_k25 kimi_vl minicpmv minicpmo molmo2 paddleocr_vl phi4_multimodal qwen3_5 qwen3_5_moe
     """
 )
 

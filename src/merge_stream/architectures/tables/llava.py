@@ -7,7 +7,8 @@
 
 transformers 5 has no `vision_model.` between a CLIP or SigLIP tower and its parts, every
 repository has. Such towers are known by their names: InternVL writes `encoder.layer.N`
-and `embeddings.cls_token`, Pixtral `transformer.layers.N`, GOT-OCR `layers.N`.
+and `embeddings.cls_token`, Pixtral `transformer.layers.N`, GOT-OCR `layers.N`;
+Aria's SigLIP is that of Idefics3 and has no such prefix anywhere.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _CLIP = (
 _PARTS = "multi_modal_projector|image_newline|vision_embed_tokens|vision_model|vqmodel"
 
 TOWER = Rename(f"{{p:(?:model\\.)?}}{{t:{_TOWERS}}}.{{rest:{_CLIP}}}", "{p}{t}.vision_model.{rest}")
-_RULES = (
-    TOWER,
+_BELOW = (
     Rename(f"model.{{t:{_TOWERS}|{_PARTS}}}{{rest:(?:\\..+)?}}", "{t}{rest}"),
     Rename("model.{m:language_model|text_model}.{rest}", "{m}.model.{rest}"),
 )
+_RULES = (TOWER, *_BELOW)
 _UPSTREAM = (
     "{m:language_model|text_model}.{k:model|lm_head}.{rest}",
     f"{{t:{_TOWERS}|{_PARTS}}}{{rest:(?:\\..+)?}}",
@@ -53,15 +54,21 @@ MEMBER = Table(
             (
                 Rename("{at}.mlp.experts.gate_up_proj", "{at}.mlp.experts.fc1.weight"),
                 Rename("{at}.mlp.experts.down_proj", "{at}.mlp.experts.fc2.weight"),
-                *_RULES,
+                *_BELOW,
                 Rename("lm_head.{rest}", "language_model.lm_head.{rest}"),
             ),
             _UPSTREAM,
         ),
         Family("emu3", words("emu3"), (*_RULES, Rename("lm_head.{rest}", "text_model.lm_head.{rest}")), _UPSTREAM),
         Family(
+            "idefics",
+            words("idefics2 idefics3 smolvlm"),
+            (),
+            ("model.{m:text_model|vision_model|connector}.{rest}",),
+        ),
+        Family(
             "nested-vlm",
-            words("cohere2_vision lfm2_vl"),
+            words("cohere2_vision lfm2_vl lfm2-vl"),
             (TOWER,),
             ("model.{m:language_model|vision_tower|multi_modal_projector}.{rest}",),
         ),

@@ -18,7 +18,7 @@ MEMBER = Table(
         Family(
             "qwen-moe",
             words("""
-            afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe flex_olmo glm4_moe glm4_moe_lite
+            afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 flex_olmo glm4_moe glm4_moe_lite
             glm_moe_dsa hunyuan_v1_moe longcat_flash mellum olmoe qwen2_moe qwen3_moe qwen3_next qwen3_omni_moe_text
             sarvam_mla solar_open
             """),
@@ -31,6 +31,15 @@ MEMBER = Table(
             (
                 SplitExperts("{at}.mlp.experts", *EXPERTS_OF_QWEN),
                 Rename("{at}.mlp.gate.moe_statics.{rest}", "{at}.mlp.moe_statics.{rest}"),
+            ),
+            TEXT_NAMES,
+        ),
+        Family(
+            "exaone-moe",
+            words("exaone_moe"),
+            (
+                SplitExperts("{at}.mlp.experts", *EXPERTS_OF_QWEN),
+                Rename("{at}.mlp.gate.e_score_correction_bias", "{at}.mlp.e_score_correction_bias"),
             ),
             TEXT_NAMES,
         ),
