@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from merge_stream.architectures.lora import SETTINGS_FILES
 from merge_stream.discovery import members_of
-from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UsageError
+from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UnsupportedError, UsageError
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.local import LocalTree
@@ -77,6 +78,7 @@ def find_checkpoint(tree: LocalTree, format_name: str | None = None) -> Found:
     if len(found) == 1:
         return found[0]
     if not found:
+        _refuse_later_formats(tree)
         raise _unknown(tree, format_name)
     lines = "".join(f"\n  {f.folder}/  {f.format.name}: {f.detection.evidence}" for f in found[:_SHOWN])
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -129,6 +131,21 @@ def _config_dirs(tree: LocalTree) -> Iterator[str]:
             yield os.path.dirname(tree.files[name].path)
 
 
+_LATER = (
+    (re.compile(r".*(zero_pp_rank_.*|_optim_states\.pt|mp_rank_\d+_model_states\.pt)"), "DeepSpeed"),
+    (re.compile(r".*(model_optim_rng\.pt|latest_checkpointed_iteration\.txt|/common\.pt)"), "Megatron"),
+)
+
+
+def _refuse_later_formats(tree: LocalTree) -> None:
+    """Checkpoints that are recognised, and that this version does not merge."""
+    for pattern, trainer in _LATER:
+        name = next((n for n in tree.files if pattern.fullmatch(n)), None)
+        if name is not None:
+            msg = f"{tree.label} is a {trainer} checkpoint (it holds {name}), which this version does not merge"
+            raise UnsupportedError(msg, hint="this version merges the PyTorch family: FSDP, TP and EP meshes, DCP")
+
+
 def _unknown(tree: LocalTree, format_name: str | None) -> UnknownFormatError:
     names = list(tree.files)
     wanted = "expected one of: " + "; ".join(f"{m.name} ({m.summary})" for m in members_of("formats"))
@@ -137,6 +154,9 @@ def _unknown(tree: LocalTree, format_name: str | None) -> UnknownFormatError:
     top = sorted({n.split("/", 1)[0] + ("/" if "/" in n else "") for n in names})
     seen = ", ".join(top[:_SHOWN]) + (f" and {len(top) - _SHOWN} more" if len(top) > _SHOWN else "")
     what = f"is not a {format_name} checkpoint" if format_name else "is no checkpoint that is known here"
+    if any(n == ".metadata" or n.endswith("/.metadata") for n in names):
+        msg = f"{tree.label} holds a distributed checkpoint of an optimizer ({seen}), and no model"
+        return UnknownFormatError(msg, hint="pass the model's folder, usually beside it (pytorch_model_fsdp_0)")
     if "config.json" in tree.files and not any(n.endswith((".safetensors", ".pt", ".bin", ".distcp")) for n in names):
         parent = os.path.dirname(os.path.abspath(tree.label))
         msg = f"{tree.label} holds config and tokenizer ({seen}), but no weights"
