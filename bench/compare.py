@@ -13,6 +13,8 @@ Every way ends with `sync` of what it wrote, so that nobody is faster by leaving
 
     python -m bench.compare            full, at most 15 minutes: results.json and the table in docs/performance.md
     python -m bench.compare --smoke    a minute, small, generous limits; exit code 1 when a limit is missed
+
+Goals are for cold runs: with everything in memory there is no reading to overlap with writing.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench import measure
 from bench.measure import Contender, Run, Spread
@@ -115,8 +117,8 @@ class Bench:
         tool = f"{shlex.quote(sys.executable)} -m merge_stream merge {made.folder} {out} {options}"
         return self._contender(name, f"{tool} >/dev/null && sync {out}/*")
 
-    def floor(self, made: Synthetic, nbytes: int) -> list[Contender]:
-        """Read all, then write as much as the output has: once from memory, once from the disk."""
+    def floors(self, made: Synthetic, nbytes: int) -> list[Contender]:
+        """Read all, then write as much as the output has: from memory, and from the disk."""
         inputs = " ".join(str(f) for f in sorted(made.folder.iterdir()) if f.is_file())
         out = self.work / "out.bin"
         self._make_sources(nbytes)
@@ -216,7 +218,8 @@ class Bench:
         self._memory_source.unlink(missing_ok=True)
 
     def _peak_of_imports(self, modules: str) -> int:
-        return max(measure.run((sys.executable, "-c", f"import {modules}")).peak for _ in range(2))
+        line = f"{shlex.quote(sys.executable)} -c 'import {modules}' && true"  # below a shell, as all ways are
+        return max(measure.run(("sh", "-c", line)).tree for _ in range(3))
 
     def _make_sources(self, nbytes: int) -> None:
         if self._disk_source.exists() and self._disk_source.stat().st_size == nbytes:
@@ -236,34 +239,39 @@ class Bench:
         return digests_of_torch_file(single) if single.exists() else digests_of_weights(self.work / "out")
 
 
-def main_experiments(bench: Bench, *, scale: float, ranks: int, rounds: int, limits: Mapping[str, float]) -> None:
+def main_experiments(
+    bench: Bench, *, scale: float, ranks: int, rounds: int, warm: bool, limits: Mapping[str, float | None]
+) -> None:
     """The goals: a cast against floor and usual way, a copy against `cp -r`, DCP against torch's own consolidation."""
     with bench.checkpoint("llama-3.6gb", "fsdp2", ranks, scale) as made:
         about = f"{made.nbytes / 1e9:.2f} GB fp32, {ranks} ranks, Shard(0)"
-        cast = [
-            bench.merge_stream(made, "bf16"),
-            *bench.floor(made, made.model.elements * 2),
-            bench.in_memory(made, "bf16"),
-        ]
+        ours, usual = bench.merge_stream(made, "bf16"), bench.in_memory(made, "bf16")
+        floor, floor_from_disk = bench.floors(made, made.model.elements * 2)
         goals = [
             Goal("wall / floor", "wall", "merge-stream", "floor", limits["cast"]),
             Goal("wall / floor, source cold", "wall", "merge-stream", "floor, source cold", None),
-            Goal("wall / in memory", "wall", "merge-stream", "in memory", None),
+            Goal("wall / in memory", "wall", "merge-stream", "in memory", limits["usual"]),
             Goal("CPU / in memory", "cpu", "merge-stream", "in memory", limits["cpu"]),
             Goal("memory above import / in memory", "memory", "merge-stream", "in memory", limits["memory"]),
         ]
-        for cold in (True, False):
-            bench.run("fp32 to bf16", about, cast, goals, inputs=[made], rounds=rounds, cold=cold)
-        keep = [bench.merge_stream(made, "keep"), bench.copy(made)]
+        ways = [ours, floor, floor_from_disk, usual]
+        bench.run("fp32 to bf16", about, ways, goals, inputs=[made], rounds=rounds)
+        if warm:
+            ways = [ours, floor, usual]
+            goals = [replace(goal, limit=None) for goal in goals if goal.other != floor_from_disk.name]
+            bench.run("fp32 to bf16", about, ways, goals, inputs=[made], rounds=rounds, cold=False)
+        ways = [bench.merge_stream(made, "keep"), bench.copy(made)]
         goals = [Goal("wall / cp -r", "wall", "merge-stream", "cp -r", limits["keep"])]
         expected = digests_of_synthetic(made)
-        for cold in (True, False):
-            bench.run("keep", about, keep, goals, inputs=[made], rounds=rounds, cold=cold, expected=expected)
+        bench.run("keep", about, ways, goals, inputs=[made], rounds=rounds, expected=expected)
+        if warm:
+            goals = [replace(goal, limit=None) for goal in goals]
+            bench.run("keep", about, ways, goals, inputs=[made], rounds=rounds, cold=False, expected=expected)
     with bench.checkpoint("llama-3.6gb", "dcp", ranks, scale) as made:
         about = f"{made.nbytes / 1e9:.2f} GB fp32, {ranks} ranks, DCP"
         ways = [bench.merge_stream(made, "keep"), bench.torch_dcp(made)]
         goals = [
-            Goal("wall / torch DCP", "wall", "merge-stream", "torch DCP", None),
+            Goal("wall / torch DCP", "wall", "merge-stream", "torch DCP", limits["usual"]),
             Goal("CPU / torch DCP", "cpu", "merge-stream", "torch DCP", limits["cpu"]),
             Goal("memory above import / torch DCP", "memory", "merge-stream", "torch DCP", limits["memory"]),
         ]
@@ -301,14 +309,15 @@ def more_experiments(bench: Bench, *, ranks: int, rounds: int) -> None:
         bench.run("many small tensors", about, ways, goals, inputs=[made], rounds=rounds)
     with bench.checkpoint("moe", "fsdp2", ranks) as made:
         about = f"{made.nbytes / 1e9:.2f} GB fp32 to bf16, {len(made.model.parameters)} tensors, {ranks} ranks"
-        ways = [bench.merge_stream(made, "bf16"), *bench.floor(made, made.model.elements * 2)[:1]]
+        ways = [bench.merge_stream(made, "bf16"), bench.floors(made, made.model.elements * 2)[0]]
         goals = [Goal("wall / floor", "wall", "merge-stream", "floor", None)]
         bench.run("experts under their own names", about, ways, goals, inputs=[made], rounds=rounds)
 
 
-FULL = {"cast": 0.85, "keep": 1.05, "cpu": 1 / 3, "memory": 1 / 50}
-# On a small checkpoint the interpreter's start weighs as much as the data; a shared CI machine adds its own noise.
-SMOKE = {"cast": 3.0, "keep": 4.0, "cpu": 0.8, "memory": 1 / 8}
+FULL: dict[str, float | None] = {"cast": 0.85, "keep": 1.05, "usual": None, "cpu": 1 / 3, "memory": 1 / 50}
+# On a small checkpoint the start of the interpreter weighs more than the data, and CI machines are busy:
+# the limits against `cat` and `cp` only find a disaster, those against the usual way find a regression.
+SMOKE: dict[str, float | None] = {"cast": 10.0, "keep": 10.0, "usual": 0.7, "cpu": 0.5, "memory": 1 / 8}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -326,9 +335,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = Bench(pathlib.Path(folder), quiet=given.quiet)
         try:
             if given.smoke:
-                main_experiments(bench, scale=0.06, ranks=4, rounds=given.rounds or 2, limits=SMOKE)
+                main_experiments(bench, scale=0.06, ranks=4, rounds=given.rounds or 2, warm=False, limits=SMOKE)
             else:
-                main_experiments(bench, scale=1, ranks=8, rounds=given.rounds or 5, limits=FULL)
+                main_experiments(bench, scale=1, ranks=8, rounds=given.rounds or 5, warm=True, limits=FULL)
                 more_experiments(bench, ranks=8, rounds=given.rounds or 5)
         except measure.CommandFailedError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -40,6 +40,7 @@ from bench.values import Values
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["Layout", "Synthetic", "as_rank", "make_checkpoint"]
 
@@ -249,7 +250,6 @@ def _write_dcp(folder: pathlib.Path, model: Model, values: Values, dtype: str, r
     """What `dcp.save` does on `ranks` ranks, each step for all ranks in turn; data is made when it is written."""
     import torch
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-    from torch.distributed.checkpoint.planner import WriteItem
 
     class LazyPlanner(DefaultSavePlanner):
         """Plans on tensors without data, and makes the data of a chunk when the writer asks for it."""
