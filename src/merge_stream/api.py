@@ -15,11 +15,14 @@ import math
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from merge_stream import __version__
 from merge_stream.architectures.precision import names_kept_wide
+from merge_stream.architectures.ties import absent_head
 from merge_stream.encodings.cast import Cast, encoding_for
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.events import Observer, Phase, Silent, Warned
@@ -33,6 +36,7 @@ from merge_stream.errors import CorruptCheckpointError, DiskSpaceError, MergeStr
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import finish_folder
+from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder, find_model_folder
 from merge_stream.output.place import OutputPlace, choose_place, commit, finish_interrupted_commit
 from merge_stream.planning.naming import Named, name_parameters
@@ -104,6 +108,7 @@ def make_plan(
         stack.callback(source.close)
         prober = Prober(catalog, source, encoding, budget, memory.segment, observer, stop)
         dropped, broken = _probe_ties(named.mapping, resolved, prober, warnings)
+        written_heads = _materialize(resolved, dropped, folder, options)
         if options.check_replicas:
             _probe_replicas(catalog, prober, options, warnings)
     if broken and options.strict:
@@ -126,6 +131,7 @@ def make_plan(
             *folder.notes,
             *_remarks(resolved, options),
             *_wide_remark(wide, options),
+            *written_heads,
         ),
         dropped=dropped,
         broken_ties=broken,
@@ -160,6 +166,24 @@ def _probe_ties(
                 "and tie_word_embeddings becomes false"
             )
     return dropped, tuple(broken)
+
+
+def _materialize(
+    resolved: dict[str, Resolved], dropped: dict[str, str], folder: ModelFolder, options: MergeOptions
+) -> list[str]:
+    """`--materialize-tied`: heads that would be left out, or are not there, are written; remarks about it."""
+    if not options.materialize_tied:
+        return []
+    if dropped:
+        heads = sorted(dropped)
+        dropped.clear()
+        return [f"{', '.join(heads)} is written although it is tied to the embedding (--materialize-tied)"]
+    pair = absent_head(resolved, folder.info)
+    if pair is None:
+        return ["--materialize-tied has no effect: no output head is tied to the embedding"]
+    head, twin = pair
+    resolved[head] = Resolved(replace(resolved[twin].parameter, name=head), resolved[twin].source)
+    return [f"{head} is written equal to {twin}, to which config.json ties it (--materialize-tied)"]
 
 
 def _probe_replicas(catalog: Catalog, prober: Prober, options: MergeOptions, warnings: list[str]) -> None:
@@ -238,7 +262,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
     try:
         verified = ["every output byte has a known source range", "each written range is journaled with its checksum"]
         observer(Phase("finishing"))
-        written = finish_folder(job.plan, staging, job.folder, job.named.adapter_config)
+        written = finish_folder(job.plan, staging, job.folder, job.named.adapter_config, _card_facts(job))
         verified.append("headers, index and sizes were read back")
         if job.options.verify:
             compare_with_plan(
@@ -280,6 +304,32 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         ignored=job.catalog.ignored,
         overflows=staged.executed.overflows,
         side_files=written.side_files,
+    )
+
+
+def _card_facts(job: Job) -> CardFacts | None:
+    """What a model card may tell; None when none is wanted."""
+    if not (job.options.model_card and job.options.write_config):
+        return None
+    plan, catalog, folder = job.plan, job.catalog, job.folder
+    model = [p for p in plan.parameters if plan.outputs[p.output].in_model]
+    return CardFacts(
+        format=catalog.format,
+        facts=catalog.facts,
+        step=step_of(catalog.root),
+        fingerprint=plan.fingerprint,
+        version=__version__,
+        dtype=job.options.dtype,
+        dtypes=dict(sorted(Counter(p.dtype.name for p in plan.parameters).items())),
+        layout=job.options.layout,
+        lora=next((note for note in job.named.notes if "LoRA" in note), ""),
+        tensors=len(plan.parameters),
+        parameters=sum(p.size for p in plan.parameters),
+        nbytes=sum(p.nbytes for p in plan.parameters),
+        files=len(plan.outputs),
+        base_id=hub_id_of(folder.base_id, *config_names(folder.info.config, catalog.beside)),
+        base_readme=folder.base_readme,
+        adapter_only=not model,
     )
 
 

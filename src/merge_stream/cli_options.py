@@ -100,6 +100,10 @@ planning = _all(
     ),
     click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest output file."),
     lora,
+    click.option(
+        "--materialize-tied", is_flag=True, help="Write lm_head although it is tied to the embedding; config stays."
+    ),
+    click.option("--no-model-card", is_flag=True, help="Write no README.md with the origin of the weights."),
     click.option("--no-config", is_flag=True, help="Write weights alone: no config.json, no tokenizer."),
     click.option("--check-replicas", is_flag=True, help="Compare stored copies of the same data bit by bit."),
     click.option("--strict", is_flag=True, help="Replicas that differ and broken ties are errors, not warnings."),
@@ -153,6 +157,8 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         base_model=given["base_model"],
         lora=lora_choice(given),
         write_config=not given["no_config"],
+        model_card=not given["no_model_card"],
+        materialize_tied=given["materialize_tied"],
         check_replicas=given["check_replicas"],
         strict=given["strict"],
         verify=given["verify"],

@@ -41,6 +41,8 @@ class MergeOptions:
     """What to write and how; bytes are plain numbers here.
 
     base_model      folder with config.json, tokenizer and (where present) safetensors headers
+    model_card      write a README.md with the origin of the weights where the folder brings none
+    materialize_tied  write the output head although it is tied to the embedding
     max_shard_size  largest output file in bytes of tensor data (a larger tensor stands alone)
     max_mem         bound of the whole process in bytes
     workers         threads, or None for the number of cores
@@ -52,6 +54,8 @@ class MergeOptions:
     base_model: str | None = None
     lora: LoraChoice = LoraChoice()
     write_config: bool = True
+    model_card: bool = True
+    materialize_tied: bool = False
     check_replicas: bool = False
     strict: bool = False
     verify: bool = False

@@ -10,7 +10,9 @@ from merge_stream.architectures.structure import text_configs
 from merge_stream.errors import IncompleteShardsError
 from merge_stream.tensors.parameter import Tie
 
-__all__ = ["find_ties", "tied_by_config"]
+__all__ = ["absent_head", "find_ties", "tied_by_config"]
+
+_WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def tied_by_config(model: ModelInfo) -> bool:
@@ -44,6 +46,24 @@ def find_ties(names: Collection[str], model: ModelInfo) -> tuple[Tie, ...]:
         )
         raise IncompleteShardsError(msg, hint="pass the folder that holds all shards (all pipeline stages, all ranks)")
     return tuple(Tie(head, twin, tied) for head, twin in pairs)
+
+
+def absent_head(names: Collection[str], model: ModelInfo) -> tuple[str, str] | None:
+    """(head, embedding) of a tied language model that lacks its head; None when there is no such head.
+
+    None too for classification and value models, which have another head instead.
+    """
+    if not tied_by_config(model) or any(HEADS.fullmatch(name) for name in names):
+        return None
+    classes = [str(name) for name in (model.config or {}).get("architectures") or ()]
+    if classes and not any(name.endswith(_WITH_HEAD) for name in classes):
+        return None
+    known = model.base_tensors or {}
+    pairs = [(head, twin) for head, twin in TIE_NAMES if twin in names]
+    if model.model_type == "gpt_neox":
+        pairs.sort(key=lambda pair: pair[0] != "embed_out.weight")
+    pairs.sort(key=lambda pair: pair[0] not in known)
+    return pairs[0] if pairs else None
 
 
 def _has_embedding(names: Collection[str]) -> bool:

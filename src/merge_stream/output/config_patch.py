@@ -2,9 +2,10 @@
 
 Untouched when nothing has to change. What may change: the dtype keys (the spelling the
 source uses, in every nest), `tie_word_embeddings` when the tie is broken, `architectures`
-when it is empty, `quantization_config` when plain weights are written. Key order, indent
-and the final newline stay. Never re-serialised through transformers: configs written by
-5.24 lose their rope settings in 4.57.
+when it is empty or names a language model although the head is that of a value or reward
+model (with its labels, without which that class does not load), `quantization_config` when
+plain weights are written. Key order, indent and the final newline stay. Never re-serialised
+through transformers: configs written by 5.24 lose their rope settings in 4.57.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +30,18 @@ _NOT_A_MODEL = re.compile(r"quantization_config|compression_config|generation_co
 _PACKED = re.compile(
     r".*(\.qweight|\.qzeros|\.weight_packed|_blocks|\.weight_scale|\.weight_scale_inv|\.absmax|\.quant_map|\.SCB)"
 )
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _INDENT = re.compile(r"\{\r?\n([ \t]+)\"")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor of the output: name, dtype as written, number of elements."""
+    """A tensor of the output: name, dtype as written, number of elements, shape (empty where it does not matter)."""
 
     name: str
     dtype: DType
     size: int
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +126,49 @@ def _break_tie(config: dict[str, Any], notes: list[str]) -> None:
 
 
 def _set_architectures(config: dict[str, Any], tensors: Sequence[OutputTensor], notes: list[str]) -> None:
-    if config.get("architectures"):
-        return
     model_type = str(config.get("model_type") or "")
-    name = class_for(model_type, [tensor.name for tensor in tensors])
+    names = {tensor.name for tensor in tensors}
+    name = class_for(model_type, names)
+    given = config.get("architectures")
+    if given:
+        if _is_value_model(names) and all(str(was).endswith(_LANGUAGE_MODELS) for was in given):
+            _set_value_class(config, tensors, name, notes)
+        return
+    if name is not None and _is_value_model(names):
+        _set_value_class(config, tensors, name, notes)
+        return
     if name is None:
         notes.append(f"config.json: architectures is empty and not known for model_type {model_type!r}; left as it is")
         return
     config["architectures"] = [name]
     notes.append(f"config.json: architectures was empty, set to {name} by the model_type and the weights")
+
+
+def _is_value_model(names: Collection[str]) -> bool:
+    """True when a scoring head stands where a language model has its output head."""
+    return "score.weight" in names and not {"lm_head.weight", "embed_out.weight"} & set(names)
+
+
+def _set_value_class(
+    config: dict[str, Any], tensors: Sequence[OutputTensor], name: str | None, notes: list[str]
+) -> None:
+    was = config.get("architectures")
+    if name is None:
+        notes.append(
+            f"config.json: architectures {was} is that of a language model, but the head is `score`, and no class of "
+            f"transformers is known for it with model_type {config.get('model_type')!r}; left as it is"
+        )
+        return
+    config["architectures"] = [name]
+    notes.append(f"config.json: architectures was {was or 'empty'}, set to {name}, since the head is `score`")
+    rows = next((t.shape[0] for t in tensors if t.name == "score.weight" and len(t.shape) == 2), None)
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    if rows is not None and count != rows:
+        config.pop("num_labels", None)
+        config["id2label"] = {str(k): f"LABEL_{k}" for k in range(rows)}
+        config["label2id"] = {f"LABEL_{k}": k for k in range(rows)}
+        notes.append(f"config.json: id2label and label2id set to the {rows} rows of score.weight (was {count})")
 
 
 def _drop_quantization(config: dict[str, Any], notes: list[str]) -> None:

@@ -1,20 +1,22 @@
 """The finalizer: from staged weights to a whole Hugging Face folder, checked before it is visible.
 
 Order: every byte journaled -> headers and sizes read back -> side files -> config.json ->
-index last. All in the staging folder; making it visible is `output.place.commit`.
+index -> model card. All in the staging folder; making it visible is `output.place.commit`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from merge_stream.containers.safetensors_file import read_header
 from merge_stream.engine.staging import DirectStaging
 from merge_stream.errors import VerificationError
 from merge_stream.output.config_patch import OutputTensor, holds_quantized, patch_config
 from merge_stream.output.index import INDEX_NAME, build_index
+from merge_stream.output.model_card import CARD_NAME, CardFacts, build_card
 from merge_stream.output.model_info import ModelFolder
 from merge_stream.output.side_files import copy_side_files
 from merge_stream.planning.plan import Plan
@@ -33,21 +35,31 @@ class Finished:
 
 
 def finish_folder(
-    plan: Plan, staging: DirectStaging, folder: ModelFolder, adapter_config: bytes | None = None
+    plan: Plan,
+    staging: DirectStaging,
+    folder: ModelFolder,
+    adapter_config: bytes | None = None,
+    card: CardFacts | None = None,
 ) -> Finished:
-    """Check the staged weights and write everything that stands beside them."""
+    """Check the staged weights and write everything that stands beside them.
+
+    `card` is what a model card may tell; it is written unless the folder brings a README.
+    """
     _check_journal(plan, staging)
     _check_headers(plan, staging.model_dir)
     model = [p for p in plan.parameters if plan.outputs[p.output].in_model]
-    tensors = [OutputTensor(p.name, p.dtype, p.size) for p in model]
+    tensors = [OutputTensor(p.name, p.dtype, p.size, p.shape) for p in model]
     side_files = folder.side_files.for_quantized() if holds_quantized(tensors) else folder.side_files
     copy_side_files(side_files, staging.model_dir)
+    origins = {f.name: f.origin for f in side_files.files}
     notes: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
     if adapter_config is not None:
         _write(os.path.join(staging.model_dir, os.path.dirname(ADAPTER_FILE), "adapter_config.json"), adapter_config)
     if folder.config_bytes is not None and model:
         patched = patch_config(folder.config_bytes, tensors, untied=bool(plan.broken_ties))
         notes = patched.notes
+        architectures = tuple(str(name) for name in json.loads(patched.data).get("architectures") or ())
         _write(os.path.join(staging.model_dir, "config.json"), patched.data)
     index = os.path.join(staging.model_dir, INDEX_NAME)
     if sum(o.in_model for o in plan.outputs) > 1:
@@ -55,7 +67,10 @@ def finish_folder(
         size = sum(p.nbytes for p in model)
         count = sum(p.size for p in model)
         _write(index, build_index(weight_map, total_size=size, total_parameters=count))
-    return Finished({f.name: f.origin for f in side_files.files}, notes)
+    if card is not None and not any(name.lower().startswith("readme") for name in origins):
+        _write(os.path.join(staging.model_dir, CARD_NAME), build_card(replace(card, architectures=architectures)))
+        origins[CARD_NAME] = "written by merge-stream"
+    return Finished(origins, notes)
 
 
 def _check_journal(plan: Plan, staging: DirectStaging) -> None:

@@ -21,6 +21,7 @@ from merge_stream.containers.json_file import read_json
 from merge_stream.containers.safetensors_file import read_header
 from merge_stream.errors import CheckpointError, CorruptCheckpointError
 from merge_stream.output.index import INDEX_NAME
+from merge_stream.output.model_card import hub_id_of
 from merge_stream.output.side_files import SidePlan, list_folder, plan_side_files
 from merge_stream.storage.base import FileEntry
 from merge_stream.storage.local import LocalTree
@@ -40,12 +41,16 @@ class ModelFolder:
     config_bytes  config.json as it stands in its folder, or None when none is written
     side_files    what is copied
     notes         remarks for the user
+    base_id       name of the base model on the Hub, or ""
+    base_readme   path of the base model's card, or ""
     """
 
     info: ModelInfo
     config_bytes: bytes | None = None
     side_files: SidePlan = field(default_factory=SidePlan)
     notes: tuple[str, ...] = ()
+    base_id: str = ""
+    base_readme: str = ""
 
 
 def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, write_config: bool) -> ModelFolder:
@@ -85,7 +90,8 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
         same = base_folder in (with_config[:1] or folders)
         side_files = plan_side_files(own, base_listing if base_folder and not same else None)
     info = ModelInfo(config, config_path, base_tensors)
-    return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes))
+    readme = base_listing["README.md"].path if "README.md" in base_listing else ""
+    return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes), hub_id_of(base_folder), readme)
 
 
 def _base(base_model: str | None) -> tuple[str, Mapping[str, FileEntry]]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.families import TIE_NAMES
 from merge_stream.containers.safetensors_file import read_header
 from merge_stream.encodings.base import Encoding
 from merge_stream.encodings.cast import Cast
@@ -197,6 +198,10 @@ def _wanted(
         if absent and prober.same(tie.name, wanted[tie.name].source, wanted[tie.twin].source):
             del wanted[tie.name]
             verdict.notes.append(f"{tie.name} is left out of the model, rightly: it is equal to {tie.twin}")
+    for head, twin in TIE_NAMES:
+        if head in model.tensors and head not in wanted and twin in wanted:  # --materialize-tied
+            wanted[head] = replace(wanted[twin], parameter=replace(wanted[twin].parameter, name=head))
+            verdict.notes.append(f"{head} is not in the checkpoint; compared with {twin}, to which it is tied")
     return wanted
 
 
