@@ -5,9 +5,10 @@
     folder or a mount     index last (a folder that is a mount point cannot be renamed)
     --overwrite           work in OUT.partial/; commit: OUT -> OUT.old, model -> OUT, OUT.old removed
 
-An existing OUT is never touched before the new model is whole. A file `committing` in the
-work folder marks that everything is checked and only renames are left; a start that finds
-it finishes them. The mark is the last to go: a killed run leaves either a mark or nothing.
+An existing OUT is never touched before the new model is whole. A file beside the work
+folder (`OUT.partial.committing`) marks that everything is checked and only renames are
+left; a start that finds it finishes them. The mark goes last, in one step, so a run that
+was killed while it committed leaves either the mark or nothing but the finished model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from merge_stream.errors import MergeStreamError, OutputBusyError, OutputExistsE
 
 __all__ = ["OutputPlace", "choose_place", "commit", "finish_interrupted_commit", "interrupted_commit"]
 
-_MARK = "committing"
+_MARK = ".committing"
 _INNER = ".merge-stream"
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".ckpt")
 _LAST = ("config.json", "model.safetensors.index.json")
@@ -63,12 +64,16 @@ def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[
         if os.path.realpath(os.path.join(given, "huggingface")) == os.path.realpath(path) and os.path.isdir(path):
             msg = f"OUT is the folder of config and tokenizer inside the checkpoint {given}"
             raise UsageError(msg, hint="choose another folder: the checkpoint is never changed")
+    for place in _places(path):
+        if not os.path.isdir(place.model_dir):  # a mark without a model says nothing about the one to come
+            with contextlib.suppress(OSError):
+                os.unlink(place.work + _MARK)
     if not os.path.lexists(path):
         return OutputPlace(path, path + ".partial", inside=False, replaces=False)
     if not os.path.isdir(path):
         msg = f"{text} is there and is not a folder"
         raise OutputExistsError(msg, hint="choose another OUT")
-    entries = set(os.listdir(path)) - {_INNER, "lost+found"}
+    entries = _foreign(path)
     mount = os.path.ismount(path)
     if not entries:
         return OutputPlace(path, os.path.join(path, _INNER), inside=True, replaces=False)
@@ -82,6 +87,11 @@ def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[
         msg = f"{text} is a mount point and not empty, so it cannot be swapped for the new model at once"
         raise OutputExistsError(msg, hint="empty it, or choose a folder below it")
     return OutputPlace(path, path + ".partial", inside=False, replaces=True)
+
+
+def _foreign(path: str) -> set[str]:
+    """What a folder holds that is neither ours nor the file system's."""
+    return {name for name in os.listdir(path) if not name.startswith(_INNER) and name != "lost+found"}
 
 
 def _check_replaceable(path: str, entries: set[str]) -> None:
@@ -100,7 +110,7 @@ def _check_replaceable(path: str, entries: set[str]) -> None:
 def interrupted_commit(out: str | os.PathLike[str]) -> str | None:
     """Fingerprint of the model that a killed run had finished and was moving to OUT; None when there is none."""
     for place in _places(_absolute(out)):
-        mark = _read_mark(place.work)
+        mark = _read_mark(place)
         if mark is not None:
             return mark.fingerprint
     return None
@@ -108,22 +118,18 @@ def interrupted_commit(out: str | os.PathLike[str]) -> str | None:
 
 def finish_interrupted_commit(out: str | os.PathLike[str]) -> bool:
     """Finish the renames of a run that was killed while it committed; True when there was one."""
-    path = _absolute(out)
-    for place in _places(path):
-        mark = _read_mark(place.work)
+    for place in _places(_absolute(out)):
+        mark = _read_mark(place)
         if mark is not None:
             with _no_other_run(place):
                 _rename(OutputPlace(place.out, place.work, place.inside, mark.replaces))
             return True
-    if os.path.isdir(path):
-        with contextlib.suppress(OSError):
-            os.rmdir(path + ".partial")  # only when empty: the last step of a commit was cut off
     return False
 
 
 def commit(place: OutputPlace) -> None:
     """Make the staged model visible as OUT; everything in it must be checked and synced."""
-    strange = set(os.listdir(place.out)) - {_INNER, "lost+found"} if place.inside else set[str]()
+    strange = _foreign(place.out) if place.inside else set[str]()
     if strange:
         msg = f"{place.out} was empty when the run began, and holds {min(strange)} now"
         raise OutputExistsError(msg, hint=f"move that away and run again; the finished model is in {place.model_dir}")
@@ -132,14 +138,14 @@ def commit(place: OutputPlace) -> None:
     plan = os.path.join(place.work, "plan.json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(plan, encoding="utf-8") as file:
         fingerprint = str(json.load(file)["fingerprint"])
-    mark = os.path.join(place.work, _MARK)
+    mark = place.work + _MARK
     with open(mark + ".new", "w", encoding="utf-8") as file:
         note = "all checks passed, only renames are left"
         json.dump({"note": note, "fingerprint": fingerprint, "replaces": place.replaces}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(mark + ".new", mark)
-    sync_folder(place.work)
+    sync_folder(os.path.dirname(mark))
     _rename(place)
 
 
@@ -151,15 +157,22 @@ class _Mark:
     replaces: bool
 
 
-def _read_mark(work: str) -> _Mark | None:
+def _read_mark(place: OutputPlace) -> _Mark | None:
+    """The mark of `place`; one that has neither a staged nor a finished model beside it is stale, and removed."""
+    path = place.work + _MARK
     try:
-        with open(os.path.join(work, _MARK), encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             content = json.load(file)
-        return _Mark(str(content["fingerprint"]), content["replaces"] is True)
+        mark = _Mark(str(content["fingerprint"]), content["replaces"] is True)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError):
-        return _Mark("", replaces=False)
+        mark = _Mark("", replaces=False)
+    if not os.path.isdir(place.model_dir) and not os.path.isdir(place.out):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        return None
+    return mark
 
 
 def _places(path: str) -> tuple[OutputPlace, ...]:
@@ -213,21 +226,9 @@ def _rename(place: OutputPlace) -> None:
     with contextlib.suppress(OSError):
         if place.replaces and os.path.isdir(old):
             shutil.rmtree(old)
-        _remove_work(place.work)
-
-
-def _remove_work(work: str) -> None:
-    """Remove the partial folder, its mark last."""
-    for name in os.listdir(work):
-        path = os.path.join(work, name)
-        if name == _MARK:
-            continue
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
-    os.unlink(os.path.join(work, _MARK))
-    os.rmdir(work)
+        if os.path.isdir(place.work):
+            shutil.rmtree(place.work)
+        os.unlink(place.work + _MARK)
 
 
 def sync_folder(path: str) -> None:
