@@ -152,15 +152,16 @@ class DirectStaging:
     def _claim(self) -> bool:
         """Write plan.json, or compare with the one that is there; True when this resumes."""
         path = os.path.join(self.work, "plan.json")
-        os.makedirs(self.model_dir, exist_ok=True)
         wanted = dict(self._plan.identity)
         try:
             with open(path, encoding="utf-8") as file:
-                found = json.load(file)["identity"]
+                found = dict(json.load(file)["identity"])
         except FileNotFoundError:
             found = None
+            self._wipe()  # what is there belongs to no plan: an earlier wipe was cut off
         except (ValueError, KeyError, TypeError):
             found = {"plan.json": "unreadable"}
+        os.makedirs(self.model_dir, exist_ok=True)
         if found is not None:
             if found == wanted:
                 return True

@@ -63,20 +63,22 @@ def _line_fault(dim: int, shape: tuple[int, ...], start: np.ndarray, stop: np.nd
 
 
 def _first_overlap(start: np.ndarray, stop: np.ndarray) -> tuple[int, int] | None:
-    order = np.lexsort(start.T[::-1])
-    start, stop = start[order], stop[order]
+    cuts = [len(np.unique(column)) for column in start.T]
+    columns = np.argsort(cuts, kind="stable")[::-1]  # sweep along the dim that is cut most
+    order = np.lexsort(start.T[columns[::-1]])
+    start, stop = start[order][:, columns], stop[order][:, columns]
     n = len(start)
     for low in range(0, n, _BLOCK):
         high = min(low + _BLOCK, n)
-        # boxes are sorted by their first split dim: later ones that start behind the block's end cannot overlap
+        # boxes are sorted by their first column: later ones that start behind the block's end cannot overlap
         last = int(np.searchsorted(start[:, 0], stop[low:high, 0].max(), side="left"))
         a0, a1 = start[low:high, None, :], stop[low:high, None, :]
         b0, b1 = start[None, low:last, :], stop[None, low:last, :]
         hit = ((a0 < b1) & (b0 < a1)).all(axis=2)
-        rows, columns = np.nonzero(hit)
-        other = np.flatnonzero(columns != rows)
+        these, those = np.nonzero(hit)
+        other = np.flatnonzero(these != those)
         if len(other):
-            return int(order[low + rows[other[0]]]), int(order[low + columns[other[0]]])
+            return int(order[low + these[other[0]]]), int(order[low + those[other[0]]])
     return None
 
 
