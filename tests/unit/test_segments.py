@@ -64,7 +64,9 @@ def test_segments_tile_the_data_sections(
     plan = planned(example, dtype, shard_size)
     at = [len(output.header) for output in plan.outputs]
     elements = dict.fromkeys(range(len(plan.parameters)), 0)
-    for segment in segments_of(plan, segment_bytes):
+    segments = list(segments_of(plan, segment_bytes))
+    assert [s.output for s in segments] == sorted(s.output for s in segments)
+    for segment in sorted(segments, key=lambda s: (s.output, s.start)):
         assert segment.start == at[segment.output]
         assert segment.stop > segment.start
         position, cost = segment.start, 0
@@ -111,3 +113,16 @@ def test_small_tensors_share_a_segment() -> None:
     resolved = [Resolved(p, resolve(catalog, p)) for p in (identity(name, shape) for name in tensors)]
     plan = make_plan(catalog, resolved, Cast("bf16"), MergeOptions(dtype="bf16"))
     assert [len(s.tiles) for s in segments_of(plan, 6400)] == [100] * 10
+
+
+def test_work_follows_the_order_of_the_source() -> None:
+    """Names sort against the order of storage; reading must still go forwards through the file."""
+    shape, tensors = (4096,), {}
+    for k in range(20):
+        table = ShardTable.of([(Box.whole(shape), 0, k * 16384)], 1)
+        tensors[f"w{19 - k:02d}"] = TensorRef(f"w{19 - k:02d}", DTYPES[1], shape, table)
+    catalog = Catalog("test", "memory", tensors, (SourceFile("f", "f", 20 * 16384, 0),))
+    resolved = [Resolved(p, resolve(catalog, p)) for p in (identity(name, shape) for name in tensors)]
+    plan = make_plan(catalog, resolved, Cast("keep"), MergeOptions())
+    names = [plan.parameters[t.parameter].name for s in segments_of(plan, 16384) for t in s.tiles]
+    assert names == sorted(names, reverse=True)

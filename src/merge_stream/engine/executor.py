@@ -1,4 +1,4 @@
-"""N workers over the segments of a plan, in output order.
+"""N workers over the segments of a plan, one output file after another.
 
 Each worker takes the next segment, leases a slab, assembles the tiles into one contiguous
 buffer and writes it as one range. Reads, copies, casts, checksums and writes release the

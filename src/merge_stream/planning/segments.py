@@ -1,4 +1,4 @@
-"""The plan cut in units of work, in output order.
+"""The plan cut in units of work.
 
 A *tile* is a contiguous box of one parameter: leading dims of extent one, one dim with a
 range, all further dims whole. A *segment* is a run of neighbouring tiles of one output
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from merge_stream.planning.plan import ParameterPlan, Plan
+from merge_stream.planning.plan import OutputFile, ParameterPlan, Plan
 from merge_stream.tensors.box import Box
 
 __all__ = ["Segment", "Tile", "segments_of", "tiles_of"]
@@ -70,21 +70,49 @@ def tiles_of(view: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def segments_of(plan: Plan, segment_bytes: int) -> Iterator[Segment]:
-    """All segments in output order; each costs at most `segment_bytes` of source and of output bytes."""
+    """All segments, each of at most `segment_bytes` of source and of output bytes; one output file after another.
+
+    Within a file they come in the order of their sources: trainers store tensors in module
+    order, and reading the shard files forwards is what the kernel's read-ahead is made for
+    (in output order a merge of 3.6 GB read a third more from the disk). Any order is right.
+    """
     for number, output in enumerate(plan.outputs):
-        tiles: list[Tile] = []
-        cost = 0
-        for index in output.parameters:
-            parameter = plan.parameters[index]
-            for tile in _tiles(index, parameter, segment_bytes):
-                price = _cost(parameter, tile)
-                if tiles and cost + price > segment_bytes:
-                    yield _segment(number, tiles)
-                    tiles, cost = [], 0
-                tiles.append(tile)
-                cost += price
-        if tiles:
-            yield _segment(number, tiles)
+        for run in sorted(_runs(plan, output, segment_bytes), key=lambda run: _source_place(plan.parameters[run[0]])):
+            tiles: list[Tile] = []
+            cost = 0
+            for index in run:
+                for tile in _tiles(index, plan.parameters[index], segment_bytes):
+                    price = _cost(plan.parameters[index], tile.box.size)
+                    if tiles and cost + price > segment_bytes:
+                        yield _segment(number, tiles)
+                        tiles, cost = [], 0
+                    tiles.append(tile)
+                    cost += price
+            if tiles:
+                yield _segment(number, tiles)
+
+
+def _runs(plan: Plan, output: OutputFile, segment_bytes: int) -> Iterator[list[int]]:
+    """Neighbouring parameters that fit one segment together; a parameter that does not fit stands alone."""
+    run: list[int] = []
+    cost = 0
+    for index in output.parameters:
+        price = _cost(plan.parameters[index], plan.parameters[index].size)
+        if run and cost + price > segment_bytes:
+            yield run
+            run, cost = [], 0
+        run.append(index)
+        cost += price
+    if run:
+        yield run
+
+
+def _source_place(parameter: ParameterPlan) -> tuple[int, int]:
+    """(file, offset) of the parameter's first shard."""
+    for take in parameter.source.takes:
+        if len(take.table):
+            return int(take.table.file[0]), int(take.table.offset[0])
+    return -1, 0
 
 
 def _tiles(index: int, parameter: ParameterPlan, segment_bytes: int) -> Iterator[Tile]:
@@ -96,10 +124,10 @@ def _tiles(index: int, parameter: ParameterPlan, segment_bytes: int) -> Iterator
         at += nbytes
 
 
-def _cost(parameter: ParameterPlan, tile: Tile) -> int:
+def _cost(parameter: ParameterPlan, elements: int) -> int:
     """Bytes of the larger side, rounded up as the lease rounds."""
     width = max(parameter.dtype.itemsize, parameter.source.dtype.itemsize)
-    return -(-tile.box.size * width // 64) * 64
+    return -(-elements * width // 64) * 64
 
 
 def _segment(output: int, tiles: list[Tile]) -> Segment:
