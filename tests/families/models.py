@@ -527,7 +527,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MllamaForConditionalGeneration",
         "MllamaConfig",
         {
-            "text_config": {**TEXT, "model_type": "mllama_text_model", "cross_attention_layers": [1]},
+            "text_config": {
+                **TEXT,
+                "model_type": "mllama_text_model",
+                "rope_scaling": {"rope_type": "default"},
+                "cross_attention_layers": [1],
+            },
             "vision_config": {
                 "hidden_size": 16,
                 "intermediate_size": 24,

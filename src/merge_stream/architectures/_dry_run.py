@@ -29,13 +29,20 @@ def dry_run(shapes: Mapping[str, Ints], model: ModelInfo) -> Converted | None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import torch
-        from transformers.core_model_loading import revert_weight_conversion  # type: ignore[import-not-found,unused-ignore]
+        from transformers.conversion_mapping import get_model_conversion_mapping  # type: ignore[import-not-found,unused-ignore]
+        from transformers.core_model_loading import PrefixChange, revert_weight_conversion  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         return None
     try:
         net = _empty_model(model, torch)
         if net is None or set(net.state_dict()) != set(shapes):
             return None
+        # 5.24 forgets all prefixes of a model that was not loaded; every repository has that of CLIP and SigLIP towers.
+        net._weight_conversions = [
+            step
+            for step in get_model_conversion_mapping(net, add_legacy=False)
+            if not isinstance(step, PrefixChange) or step.prefix_to_remove == "vision_model"
+        ] or None
         sources = {name: _tracked(torch, shape) for name, shape in shapes.items()}
         owners = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
         saved = revert_weight_conversion(net, dict(sources))

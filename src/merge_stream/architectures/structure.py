@@ -86,7 +86,8 @@ def _check_layers(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
         return
     stem = max(layers, key=lambda k: len(layers[k]))
     there = layers[stem]
-    wanted = text_value(config, *_LAYERS)
+    keys = ("num_layers", *_LAYERS) if model.model_type == "longcat_flash" else _LAYERS  # two attentions in a layer
+    wanted = text_value(config, *keys)
     count = max(there) + 1 if wanted is None else wanted
     missing = [n for n in range(count) if n not in there]
     if missing:
