@@ -80,7 +80,7 @@ def write_ranks(
     mesh: Sequence[int],
     tensors: Mapping[str, Spread | torch.Tensor],
     *,
-    names: Sequence[str] | None = ("fsdp",),
+    names: Sequence[str] | None = ("fsdp", "tp"),
     config: Mapping[str, Any] | None = None,
     sparse: bool = False,
     fsdp_config: bool = True,
@@ -99,7 +99,7 @@ def write_ranks(
         mine = (changed or {}).get(rank, {})
         with fake_group(rank, world):
             layout = torch.arange(world).reshape(tuple(mesh))
-            device_mesh = DeviceMesh("cpu", layout, mesh_dim_names=tuple(names) if names else None)
+            device_mesh = DeviceMesh("cpu", layout, mesh_dim_names=tuple(names[: len(mesh)]) if names else None)
             with _skipping(sparse):
                 state: dict[str, torch.Tensor] = {}
                 for name, entry in tensors.items():

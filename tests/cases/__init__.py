@@ -1,0 +1,1 @@
+"""The numbered cases of how such tools hurt people."""
