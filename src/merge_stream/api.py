@@ -28,6 +28,7 @@ from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.events import Observer, Phase, Silent, Warned
 from merge_stream.engine.executor import Executed, StopFlag
 from merge_stream.engine.executor import execute as run_plan
+from merge_stream.engine.fold import fold_bytes
 from merge_stream.engine.governor import Governor
 from merge_stream.engine.memory import MemoryPlan, peak_rss, plan_memory
 from merge_stream.engine.probe import Prober
@@ -100,7 +101,7 @@ def make_plan(
     named = name_parameters(catalog, folder.info, options.layout, options.lora)
     resolved = named.parameters
     encoding = encoding_for(options.dtype)
-    memory = plan_memory(options.max_mem, workers=options.workers, compare=True, largest_rank=named.largest_rank)
+    memory = plan_memory(options.max_mem, workers=options.workers, compare=True, fold_nbytes=fold_bytes(named.folds))
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     warnings: list[str] = []
     with ExitStack() as stack:
@@ -144,7 +145,7 @@ def make_plan(
 
 def _memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
     return plan_memory(
-        options.max_mem, workers=options.workers, compare=options.verify, largest_rank=named.largest_rank
+        options.max_mem, workers=options.workers, compare=options.verify, fold_nbytes=fold_bytes(named.folds)
     )
 
 

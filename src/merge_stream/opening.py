@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from merge_stream.architectures.lora import SETTINGS_FILES
+from merge_stream.architectures.lora_settings import SETTINGS_FILES
 from merge_stream.discovery import members_of
 from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UnsupportedError, UsageError
 from merge_stream.formats.base import CheckpointFormat, Detection

@@ -1,91 +1,64 @@
-"""LoRA inside a full state dict: which tensors are the model, which the adapter, and its scale.
+"""LoRA inside a state dict: which tensors are the model, which the adapter.
 
-    base_model.model.<module>.base_layer.weight     the model's weight           -> <module>.weight
+    base_model.model.<module>.base_layer.weight         the model's weight   -> <module>.weight
     base_model.model.<module>.lora_A.<adapter>.weight   A [r, in]   of the
-    base_model.model.<module>.lora_B.<adapter>.weight   B [out, r]  adapter
+    base_model.model.<module>.lora_B.<adapter>.weight   B [out, r]  adapter (and .bias: lora_bias)
+    base_model.model.<module>.lora_magnitude_vector.<adapter>.weight    DoRA, [out]
+    base_model.model.<module>.lora_embedding_A.<adapter>                A [r, vocabulary], B [hidden, r]
     base_model.model.<module>.modules_to_save.<adapter>.weight   trained copy, used instead of
     base_model.model.<module>.original_module.weight             the original one
     base_model.model.<anything else>                             -> <anything else>
 
-The scale alpha/r (alpha/sqrt(r) with rsLoRA) is nowhere in the tensors: it is read from
-`lora_adapter/adapter_config.json`, `adapter_config.json` or `lora_train_meta.json` beside
-them, or given by `--lora-alpha`; it is never guessed.
+In an adapter's own file `.<adapter>` is left out. Parameters (`target_parameters`, experts)
+have no module of their own: their factors stand on the module that holds them, the second
+one's on `<module>.base_layer` and so on.
 
-Facts: peft 0.21 (`LoraLayer`, `ModulesToSaveWrapper`, save names), verl 0.9.1
-(`lora_train_meta.json` {"r", "lora_alpha", "task_type"}, `lora_adapter/`).
+Facts: peft 0.21 (`LoraLayer`, `ParamWrapper`, `ModulesToSaveWrapper`, save names), verl 0.9.1.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from merge_stream.errors import CheckpointError, CorruptCheckpointError, UnsupportedError
 from merge_stream.tensors.ref import Catalog, TensorRef
 
-__all__ = [
-    "SETTINGS_FILES",
-    "LoraModule",
-    "LoraSettings",
-    "Unwrapped",
-    "adapter_config",
-    "holds_lora",
-    "read_settings",
-    "unwrap",
-]
+__all__ = ["PREFIX", "LoraModule", "Unwrapped", "holds_lora", "is_adapter_alone", "join_base", "unwrap"]
 
-_PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
+PREFIX = "base_model.model."
+_ADAPTER = r"(?:\.(?P<adapter>[^.]+))?"
+_FACTOR = re.compile(rf"(?P<module>.+)\.lora_(?P<side>[AB]){_ADAPTER}\.(?P<what>weight|bias)")
+_EMBEDDING = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<side>[AB]){_ADAPTER}")
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.weight|\.(?P<adapter>[^.]+?)(?:\.weight)?)?")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
-_OTHER = re.compile(
-    r".*\.(lora_magnitude_vector|lora_embedding_[AB]|lora_[AB](\.[^.]+)?\.bias|lora_E|lora_ranknum|hada_.*)(\..*)?"
-)
-_LIMIT = 1 << 20
-SETTINGS_FILES = ("lora_adapter/adapter_config.json", "adapter_config.json", "lora_train_meta.json")
+_BESIDE = re.compile(r"(.*\.)?(lm_head|embed_out|score|classifier|embed_tokens|wte|word_embeddings|embed_in|embedding)")
+_OTHER = re.compile(r"(.*\.)?(lora_[A-Za-z_]+|hada_\w+|lokr_\w+|ia3_l|oft_\w+|vera_\w+|trainable_tokens_\w+)(\..*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """An adapted module: `weight` is the model's tensor name, `a` and `b` names in the given catalog."""
+    """An adapted module: its name in the model, its factors.
+
+    `path` is the name with peft's nesting (`<module>.base_layer` for the second parameter of
+    one module); `embedding` says that A is [r, vocabulary].
+    """
 
     module: str
-    weight: str
+    path: str
     a: TensorRef
     b: TensorRef
+    bias: TensorRef | None = None
+    magnitude: TensorRef | None = None
+    embedding: bool = False
 
     @property
-    def rank(self) -> int:
-        """Rows of A."""
-        return self.a.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    """How strong the adapter is. `origin` names the file or option; `config` is peft's config when there is one."""
-
-    alpha: float
-    origin: str
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    rank: int | None = None
-    rslora: bool = False
-    fan_in_fan_out: bool = False
-    config: bytes | None = None
-    task_type: str | None = None
-
-    def scale(self, module: LoraModule) -> float:
-        """Factor of B @ A for one module (peft: `LoraLayer.update_layer`; patterns match name ends)."""
-        alpha = self.alpha
-        for key, value in self.alpha_pattern.items():
-            if re.fullmatch(rf"(.*\.)?({key})", module.module):
-                alpha = value
-                break
-        return alpha / math.sqrt(module.rank) if self.rslora else alpha / module.rank
+    def weight(self) -> str:
+        """The model's tensor that is adapted, when the module is a layer."""
+        return f"{self.module}.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,52 +67,97 @@ class Unwrapped:
 
     trained  the model with trained copies of `modules_to_save`; original the model without
     adapter  name in a peft adapter file -> tensor
+    saved    modules that were trained whole
     """
 
     trained: Catalog
     original: Catalog
     modules: tuple[LoraModule, ...]
     adapter: Mapping[str, TensorRef]
+    saved: tuple[str, ...] = ()
 
 
 def holds_lora(catalog: Catalog) -> bool:
     """True when a tensor is a LoRA factor or stands in a peft wrapper."""
-    return any(".lora_" in name or ".base_layer." in name or name.startswith(_PREFIX) for name in catalog.tensors)
+    return any(".lora_" in name or ".base_layer." in name or name.startswith(PREFIX) for name in catalog.tensors)
+
+
+def is_adapter_alone(catalog: Catalog) -> bool:
+    """True when LoRA factors are there and hardly a weight that they belong to.
+
+    An adapter's own file may hold what was trained whole, and the embeddings.
+    """
+    adapted, saved, holders = set(), set(), set()
+    for name in map(_short, catalog.tensors):
+        if match := _FACTOR.fullmatch(name) or _EMBEDDING.fullmatch(name):
+            adapted.add(_plain(match["module"]))
+        elif match := _SAVED.fullmatch(name) or _ORIGINAL.fullmatch(name):
+            saved.add(match["module"])
+        elif ".lora_" not in name:
+            holders.add(_plain(name).rpartition(".")[0])
+    beside = {module for module in adapted if _BESIDE.fullmatch(module)}
+    if adapted - beside:
+        return not any(module in holders for module in adapted - beside)
+    return bool(adapted) and not (holders - beside - saved)
+
+
+def join_base(adapter: Catalog, base: Catalog) -> Catalog:
+    """An adapter alone and the model it belongs to as one catalog, as if they had been saved together."""
+    shift = len(base.files)
+    held = {name: _moved(tensor, shift) for name, tensor in adapter.tensors.items()}
+    taken = {_plain(_short(name)) for name in held}
+    kept = {f"{PREFIX}{n}": dataclasses.replace(t, name=f"{PREFIX}{n}") for n, t in base.tensors.items()}
+    kept = {name: tensor for name, tensor in kept.items() if _short(name) not in taken}
+    return dataclasses.replace(
+        adapter,
+        tensors={**kept, **held},
+        files=(*base.files, *adapter.files),
+        config_dirs=tuple(dict.fromkeys((*adapter.config_dirs, *base.config_dirs))),
+        notes=(*adapter.notes, f"the adapter is folded into the weights of {base.root}"),
+        metadata_nbytes=adapter.metadata_nbytes + base.metadata_nbytes,
+    )
 
 
 def unwrap(catalog: Catalog) -> Unwrapped:
     """Sort the tensors.
 
-    UnsupportedError for adapters that are not plain LoRA, CheckpointError for a lone factor.
+    UnsupportedError for adapters of another kind or several of them, CheckpointError for a lone factor.
     """
-    other = [name for name in catalog.tensors if _OTHER.fullmatch(name)]
-    if other:
-        msg = f"the checkpoint holds {len(other)} adapter tensors that are not plain LoRA (for example {other[0]})"
-        raise UnsupportedError(
-            msg, hint="DoRA, embedding and bias adapters are not folded; --layout as-is writes them as they are"
-        )
     plain: dict[str, TensorRef] = {}
     trained: dict[str, TensorRef] = {}
     original: dict[str, TensorRef] = {}
     adapter: dict[str, TensorRef] = {}
-    factors: dict[str, dict[str, TensorRef]] = {}
+    parts: dict[str, dict[str, TensorRef]] = {}
     adapters: set[str] = set()
+    saved: dict[str, None] = {}
     for name, tensor in catalog.tensors.items():
-        short = name.removeprefix(_PREFIX)
+        short = _short(name)
         if match := _FACTOR.fullmatch(short):
             adapters.add(match["adapter"] or "default")
-            factors.setdefault(match["module"], {})[match["side"]] = tensor
-            adapter[f"{_PREFIX}{match['module']}.lora_{match['side']}.weight"] = tensor
+            parts.setdefault(match["module"], {})[f"{match['side']}.{match['what']}"] = tensor
+            adapter[f"{PREFIX}{match['module']}.lora_{match['side']}.{match['what']}"] = tensor
+        elif match := _EMBEDDING.fullmatch(short):
+            adapters.add(match["adapter"] or "default")
+            parts.setdefault(match["module"], {})[f"embedding {match['side']}"] = tensor
+            adapter[f"{PREFIX}{match['module']}.lora_embedding_{match['side']}"] = tensor
+        elif match := _MAGNITUDE.fullmatch(short):
+            adapters.add(match["adapter"] or "default")
+            parts.setdefault(match["module"], {})["magnitude"] = tensor
+            adapter[f"{PREFIX}{match['module']}.lora_magnitude_vector"] = tensor
         elif match := _SAVED.fullmatch(short):
             adapters.add(match["adapter"])
             target = f"{match['module']}.{match['rest']}"
+            saved[match["module"]] = None
             trained[target] = _named(tensor, target)
-            adapter[f"{_PREFIX}{target}"] = tensor
+            adapter[f"{PREFIX}{target}"] = tensor
         elif match := _ORIGINAL.fullmatch(short):
             target = f"{match['module']}.{match['rest']}"
             original[target] = _named(tensor, target)
+        elif _OTHER.fullmatch(short):
+            msg = f"the checkpoint holds adapter tensors that are not LoRA (for example {name})"
+            raise UnsupportedError(msg, hint="fold them with peft; --layout as-is writes them as they are")
         else:
-            target = short.replace(".base_layer.", ".")
+            target = _plain(short)
             if target in plain:
                 msg = f"two tensors are {target} without peft's wrapper"
                 raise CorruptCheckpointError(msg, hint="the checkpoint mixes two models")
@@ -150,105 +168,51 @@ def unwrap(catalog: Catalog) -> Unwrapped:
     return Unwrapped(
         dataclasses.replace(catalog, tensors={**plain, **original, **trained}),
         dataclasses.replace(catalog, tensors={**plain, **trained, **original}),
-        tuple(_modules(factors)),
+        tuple(_modules(parts)),
         adapter,
+        tuple(saved),
     )
+
+
+def _modules(parts: Mapping[str, Mapping[str, TensorRef]]) -> Iterable[LoraModule]:
+    for path, tensors in parts.items():
+        embedding = any(what.startswith("embedding") for what in tensors)
+        sides = ("embedding A", "embedding B") if embedding else ("A.weight", "B.weight")
+        have = next(iter(tensors.values()))
+        if any(side not in tensors for side in sides):
+            msg = f"{path} has not both of its LoRA factors, but {have.name}"
+            raise CheckpointError(msg, hint="the checkpoint is incomplete: pass all of its files")
+        a, b = (tensors[side] for side in sides)
+        fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1] and a.shape[0] > 0
+        if not fits or a.dtype != b.dtype or a.dtype.name not in {"F32", "BF16", "F16"}:
+            msg = f"{path}: LoRA factors A {list(a.shape)} {a.dtype} and B {list(b.shape)} {b.dtype} are not known here"
+            raise UnsupportedError(
+                msg, hint="factors of linear layers, embeddings and experts are, in fp32, bf16 or fp16; fold with peft"
+            )
+        extra = set(tensors) - {*sides, "B.bias", "magnitude"}
+        if extra or (embedding and "B.bias" in tensors):
+            msg = f"{path} has adapter tensors that are not known here: {', '.join(sorted(set(tensors) - set(sides)))}"
+            raise UnsupportedError(msg, hint="fold with peft")
+        yield LoraModule(_plain(path), path, a, b, tensors.get("B.bias"), tensors.get("magnitude"), embedding)
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(PREFIX)
+
+
+def _plain(name: str) -> str:
+    """The name without peft's wrappers around a layer."""
+    return ".".join(segment for segment in name.split(".") if segment != "base_layer")
 
 
 def _named(tensor: TensorRef, name: str) -> TensorRef:
     return dataclasses.replace(tensor, name=name)
 
 
-def _modules(factors: Mapping[str, Mapping[str, TensorRef]]) -> list[LoraModule]:
-    modules = []
-    for module, sides in factors.items():
-        if len(sides) != 2:
-            have = next(iter(sides.values()))
-            msg = f"{module} has only one of its two LoRA factors: {have.name}"
-            raise CheckpointError(msg, hint="the checkpoint is incomplete: pass all of its files")
-        a, b = sides["A"], sides["B"]
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or a.dtype != b.dtype:
-            msg = f"{module}: LoRA factors A {list(a.shape)} {a.dtype} and B {list(b.shape)} {b.dtype} do not fit"
-            raise UnsupportedError(msg, hint="only linear layers with factors A [r, in] and B [out, r] are folded")
-        modules.append(LoraModule(module, f"{module}.weight", a, b))
-    return modules
-
-
-def read_settings(beside: Mapping[str, str], alpha: float | None) -> LoraSettings | None:
-    """The adapter's settings from the files beside it (name -> absolute path), or `--lora-alpha`; None when unknown.
-
-    CorruptCheckpointError when two of them contradict each other.
-    """
-    found = [_settings(name, beside[name]) for name in SETTINGS_FILES if name in beside]
-    if alpha is not None:
-        known = found[0] if found else None
-        if known is not None and known.alpha not in {alpha, 0.0}:
-            msg = f"--lora-alpha {alpha:g} contradicts {known.origin}, which says {known.alpha:g}"
-            raise CheckpointError(msg, hint="leave the option out, or correct the file")
-        return dataclasses.replace(known, alpha=alpha) if known else LoraSettings(alpha, "--lora-alpha")
-    told = [s for s in found if s.alpha]
-    if len({s.alpha for s in told}) > 1:
-        msg = ", ".join(f"{s.origin} says lora_alpha {s.alpha:g}" for s in told)
-        raise CorruptCheckpointError(
-            msg, hint="the files belong to two runs; give --lora-alpha and remove the wrong one"
-        )
-    return told[0] if told else None
-
-
-def _settings(name: str, path: str) -> LoraSettings:
-    with open(path, "rb") as file:
-        data = file.read(_LIMIT + 1)
-    try:
-        value = json.loads(data) if len(data) <= _LIMIT else None
-        if isinstance(value, dict):
-            return _checked(name, value, data if name.endswith("adapter_config.json") else None)
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        pass
-    msg = f"{path} is not a readable adapter configuration"
-    raise CorruptCheckpointError(msg, hint="restore the file, or remove it and give --lora-alpha")
-
-
-def _checked(name: str, value: Mapping[str, Any], config: bytes | None) -> LoraSettings:
-    if value.get("use_dora"):
-        msg = f"{name} says use_dora: DoRA adapters are not folded in this version"
-        raise UnsupportedError(msg, hint="--layout as-is writes the tensors as they are")
-    rank = value.get("r")
-    return LoraSettings(
-        alpha=float(value.get("lora_alpha") or 0),
-        origin=name,
-        alpha_pattern={str(k): float(v) for k, v in (value.get("alpha_pattern") or {}).items()},
-        rank=int(rank) if rank is not None else None,
-        rslora=bool(value.get("use_rslora")),
-        fan_in_fan_out=bool(value.get("fan_in_fan_out")),
-        config=config,
-        task_type=value.get("task_type"),
-    )
-
-
-def adapter_config(settings: LoraSettings, modules: tuple[LoraModule, ...]) -> bytes:
-    """`adapter_config.json` for a kept adapter: the trainer's own bytes, else one made from what is known."""
-    if settings.config is not None and settings.alpha == _alpha_of(settings.config):
-        return settings.config
-    ranks = {m.module: m.rank for m in modules}
-    common = max(set(ranks.values()), key=list(ranks.values()).count) if ranks else (settings.rank or 0)
-    document = {
-        "peft_type": "LORA",
-        "task_type": settings.task_type or "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": common,
-        "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": settings.fan_in_fan_out,
-        "inference_mode": True,
-        "use_rslora": settings.rslora,
-        "target_modules": sorted({m.module.rpartition(".")[2] for m in modules}),
-        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != common},
-        "alpha_pattern": dict(settings.alpha_pattern),
-        "modules_to_save": None,
-    }
-    return (json.dumps(document, indent=2) + "\n").encode()
-
-
-def _alpha_of(config: bytes) -> float:
-    return float(json.loads(config).get("lora_alpha") or 0)
+def _moved(tensor: TensorRef, shift: int) -> TensorRef:
+    """The same tensor when `shift` files stand before its own."""
+    shards = dataclasses.replace(tensor.shards, file=tensor.shards.file + shift)
+    replicas = tensor.replicas
+    if replicas is not None:
+        replicas = dataclasses.replace(replicas, file=replicas.file + shift)
+    return dataclasses.replace(tensor, shards=shards, replicas=replicas)

@@ -17,8 +17,8 @@ import numpy as np
 
 from merge_stream.encodings.base import Encoding
 from merge_stream.engine.budget import Lease
-from merge_stream.engine.fold import add_low_rank
-from merge_stream.planning.plan import ParameterPlan, ResolvedTake
+from merge_stream.engine.fold import FoldPlace, apply_fold
+from merge_stream.planning.plan import LowRank, ParameterPlan, ResolvedTake
 from merge_stream.storage.base import ByteSource
 from merge_stream.tensors.box import Box, row_major_strides
 from merge_stream.tensors.dtype import DType
@@ -49,6 +49,7 @@ class Assembler:
         self._encoding = encoding
         self.read_nbytes = 0
         self.overflows: dict[str, int] = {}
+        self._norms: dict[int, tuple[LowRank, np.ndarray]] = {}
 
     def tile(self, parameter: ParameterPlan, box: Box, out: np.ndarray, lease: Lease) -> None:
         """Fill `out` (uint8) with the encoded bytes of `box` (a contiguous box of the parameter's view)."""
@@ -90,7 +91,7 @@ class Assembler:
                 self._place(take, part, wanted, region, (shard, file, offset), (box, itemsize, values, lease))
             if take.fold is not None:
                 view = _view(take, part, box, itemsize, values)
-                add_low_rank(take.fold, wanted, view, dtype, lease, self._fill)
+                apply_fold(take.fold, wanted, view, FoldPlace(take, dtype, lease, self._fill, self._norms))
 
     def _place(  # noqa: PLR0917 - one region of one shard, and where it goes
         self,

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import psutil
 
 from merge_stream.engine.assembler import slab_bytes
-from merge_stream.engine.fold import fold_bytes
 from merge_stream.errors import MemoryLimitTooSmallError
 from merge_stream.units import format_bytes
 
@@ -55,26 +54,25 @@ def metadata_ahead(*, planned: int = 0, finished: int = 0, compared: int = 0) ->
 
 
 def plan_memory(
-    allowed: int, *, workers: int | None = None, compare: bool = False, largest_rank: int = 0, ahead: int = 0
+    allowed: int, *, workers: int | None = None, compare: bool = False, fold_nbytes: int = 0, ahead: int = 0
 ) -> MemoryPlan:
     """Fit workers and segments in `allowed` bytes; MemoryLimitTooSmallError names the smallest value that works.
 
-    `largest_rank` is that of the low-rank factors to be folded, 0 for none; `ahead` what metadata
+    `fold_nbytes` is what folding a LoRA takes beside the tile (`engine.fold.fold_bytes`); `ahead` what metadata
     will still take (see `metadata_ahead`).
     """
     reserved, peak = resident(), peak_rss()
     fixed = reserved + _HEADROOM + ahead
-    extra = fold_bytes(largest_rank)
     wanted = min(workers or _cores(), _WORKERS_LIMIT)
     for segment in _SEGMENTS:
         for count in sorted({wanted, max(wanted // 2, 1), 1}, reverse=True):
             if count == 1 and segment > _SEGMENTS[-2] and wanted > 1:
                 continue  # two workers with smaller segments overlap reading and writing; one cannot
-            slab = slab_bytes(segment, compare=compare, fold_bytes=extra)
+            slab = slab_bytes(segment, compare=compare, fold_bytes=fold_nbytes)
             projected = max(peak, fixed + count * slab)
             if projected <= allowed:
                 return MemoryPlan(count, segment, slab, reserved, projected, allowed)
-    least = max(peak, fixed + slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=extra))
+    least = max(peak, fixed + slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=fold_nbytes))
     rounded = -(-least // 1_000_000) + 4
     msg = f"--max-mem {format_bytes(allowed)} is too small: the smallest plan needs {format_bytes(least)}"
     msg += f" ({format_bytes(max(peak, reserved + ahead))} of it are Python, its packages and the plan)"

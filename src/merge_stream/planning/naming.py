@@ -6,42 +6,42 @@ catalog --unwrap--> model tensors --map_names--> parameters --resolve (+ fold)--
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.lora import (
-    LoraModule,
+from merge_stream.architectures.lora import PREFIX, Unwrapped, holds_lora, is_adapter_alone, unwrap
+from merge_stream.architectures.lora_settings import (
+    Adapted,
     LoraSettings,
-    Unwrapped,
     adapter_config,
-    holds_lora,
     read_settings,
-    unwrap,
 )
 from merge_stream.architectures.naming import map_names
 from merge_stream.errors import CheckpointError, UnsupportedError
 from merge_stream.options import LayoutName, LoraChoice
-from merge_stream.planning.plan import LowRank, ResolvedTake
+from merge_stream.planning.folds import Target, folds_of, targets_of
+from merge_stream.planning.plan import LowRank, Scaled
 from merge_stream.planning.planner import Resolved
 from merge_stream.planning.resolve import resolve
-from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import Mapping, identity
-from merge_stream.tensors.ref import Catalog, TensorRef
+from merge_stream.tensors.ref import Catalog
 
 __all__ = ["Named", "name_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Parameters of the model by name, those of an adapter kept beside it, and its adapter_config.json."""
+    """Parameters of the model by name, those of an adapter kept beside it, and its adapter_config.json.
+
+    `folds` are all products that are added to the parameters.
+    """
 
     mapping: Mapping
     parameters: dict[str, Resolved]
     adapter: tuple[Resolved, ...] = ()
     adapter_config: bytes | None = None
     notes: tuple[str, ...] = ()
-    largest_rank: int = 0
+    folds: tuple[LowRank | Scaled, ...] = ()
 
 
 def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora: LoraChoice) -> Named:
@@ -66,20 +66,23 @@ def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora
             msg, hint="give --lora-alpha N as in training (r is in the tensors), or put adapter_config.json beside them"
         )
     mode = lora.mode or "merge"
-    base = parts.original if mode == "keep" else parts.trained
-    if parts.modules and not any(m.weight in base.tensors for m in parts.modules):
+    if is_adapter_alone(catalog):
         return _adapter_alone(parts, settings, mode, catalog)
-    folds = {} if mode == "keep" else _folds(parts, base, settings, catalog)
+    base = parts.original if mode == "keep" else parts.trained
+    targets = targets_of(parts, parts.trained.tensors, settings, model.model_type)
+    folds = {} if mode == "keep" else folds_of(targets, base.tensors, settings)
+    if mode != "keep":
+        _check_tied_head(folds, base, model, targets)
     mapping = map_names(base, model, layout)
     parameters = {p.name: Resolved(p, resolve(base, p, folds)) for p in mapping.parameters}
     note = f"LoRA ({len(parts.modules)} modules, alpha {settings.alpha:g} from {settings.origin}) is "
-    note += {"merge": "folded into the weights", "keep": "kept as OUT/lora_adapter", "both": "folded, and kept too"}[
-        mode
-    ]
-    rank = max((m.rank for m in parts.modules), default=0) if folds else 0
+    words = {"merge": "folded into the weights", "keep": "kept as OUT/lora_adapter", "both": "folded, and kept too"}
+    notes, products = (note + words[mode],), tuple(folds.values())
     if mode == "merge":
-        return Named(mapping, parameters, notes=(note,), largest_rank=rank)
-    return Named(mapping, parameters, _adapter(parts, catalog), adapter_config(settings, parts.modules), (note,), rank)
+        return Named(mapping, parameters, notes=notes, folds=products)
+    layers = [name.rpartition(".")[0] for name in base.tensors]
+    config = adapter_config(settings, [t.adapted for t in targets], parts.saved, layers)
+    return Named(mapping, parameters, _adapter(parts, catalog), config, notes, products)
 
 
 def _plain(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Named:
@@ -95,49 +98,30 @@ def _adapter(parts: Unwrapped, catalog: Catalog) -> tuple[Resolved, ...]:
 
 
 def _adapter_alone(parts: Unwrapped, settings: LoraSettings, mode: str, catalog: Catalog) -> Named:
-    """A checkpoint of LoRA tensors only."""
+    """A checkpoint of LoRA tensors only: what stands beside the factors belongs to the adapter too."""
     if mode != "keep":
         msg = f"the checkpoint holds {len(parts.modules)} LoRA modules and none of the weights they belong to"
-        raise UnsupportedError(msg, hint="--lora keep writes the adapter; load it with peft on the base model")
+        raise UnsupportedError(msg, hint="--base-model DIR folds them into its weights, --lora keep writes the adapter")
+    beside = tuple(
+        Resolved(p, resolve(catalog, p))
+        for name, tensor in catalog.tensors.items()
+        if ".lora_" not in name and ".modules_to_save." not in name and ".original_module." not in name
+        for p in (identity(PREFIX + name.removeprefix(PREFIX), tensor.shape, tensor.name),)
+    )
     note = "the checkpoint holds only LoRA tensors: OUT is nothing but the adapter"
-    config = adapter_config(settings, parts.modules)
-    return Named(Mapping("lora adapter", ()), {}, _adapter(parts, catalog), config, (note,))
+    adapted = [Adapted(m, m.a.shape[0], None) for m in parts.modules]
+    if settings.config is None and len({m.module for m in parts.modules}) < len(parts.modules):
+        msg = "the adapter has factors of expert parameters, and adapter_config.json is not beside them"
+        raise UnsupportedError(msg, hint="put the trainer's adapter_config.json beside the checkpoint")
+    config = adapter_config(settings, adapted, parts.saved, ())
+    return Named(Mapping("lora adapter", ()), {}, (*_adapter(parts, catalog), *beside), config, (note,))
 
 
-def _folds(parts: Unwrapped, base: Catalog, settings: LoraSettings, catalog: Catalog) -> MappingABC[str, LowRank]:
-    """The product to be added to each adapted weight; every module must have one of fitting shape."""
-    folds = {}
-    for module in parts.modules:
-        weight = base.tensors.get(module.weight)
-        if weight is None:
-            msg = f"LoRA factors of {module.module} have no weight {module.weight} in the checkpoint"
-            raise CheckpointError(
-                msg, hint="the checkpoint is incomplete, or adapts a layer whose kind is not known here"
-            )
-        wanted = (module.b.shape[0], module.a.shape[1])
-        transposed = settings.fan_in_fan_out
-        if weight.shape != (wanted[::-1] if transposed else wanted):
-            msg = (
-                f"{module.weight} {list(weight.shape)} does not fit its LoRA factors "
-                f"B {list(module.b.shape)} @ A {list(module.a.shape)}"
-            )
-            raise CheckpointError(msg, hint="fan_in_fan_out in adapter_config.json may be wrong")
-        if settings.rank is not None and not settings.alpha_pattern and module.rank != settings.rank:
-            _check_rank(settings, module)
-        a, b = _whole(catalog.tensors[module.a.name]), _whole(catalog.tensors[module.b.name])
-        a_shape, b_shape = (module.rank, wanted[1]), (wanted[0], module.rank)
-        folds[module.weight] = LowRank(a, a_shape, b, b_shape, module.a.dtype, settings.scale(module), transposed)
-    return folds
-
-
-def _check_rank(settings: LoraSettings, module: LoraModule) -> None:
-    """A rank that the settings do not explain makes alpha doubtful."""
-    pattern = b"rank_pattern" in (settings.config or b"")
-    if not pattern:
-        msg = f"{module.module} has LoRA rank {module.rank}, {settings.origin} says {settings.rank}"
-        raise CheckpointError(msg, hint="the file may belong to another run; give --lora-alpha and remove it")
-
-
-def _whole(tensor: TensorRef) -> ResolvedTake:
-    box = Box.whole(tensor.shape)
-    return ResolvedTake(tensor.shards, box, box)
+def _check_tied_head(
+    folds: dict[str, LowRank | Scaled], base: Catalog, model: ModelInfo, targets: list[Target]
+) -> None:
+    """A head that is tied to a folded embedding, and not in the checkpoint, would change with it."""
+    embedded = [t.weight.name for t in targets if t.module.embedding and t.weight.name in folds]
+    if embedded and (model.config or {}).get("tie_word_embeddings") and "lm_head.weight" not in base.tensors:
+        msg = f"{embedded[0]} is adapted, config.json ties the head to it, and the head is not in the checkpoint"
+        raise UnsupportedError(msg, hint="folding would change the head too; --lora keep writes both apart")

@@ -6,7 +6,7 @@
          ── identity    named digests of all that decides the bytes; their digest is the fingerprint
 
 Nothing in a plan knows ranks or trainers. A parameter's source is an `Assembly`: takes
-with resolved shard tables, each with at most one low-rank product to be added (`LowRank`).
+with resolved shard tables, each with at most one product to be added (`LowRank`, `Scaled`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from merge_stream.tensors.box import Box
-from merge_stream.tensors.dtype import DType
+from merge_stream.tensors.dtype import DType, promoted
 from merge_stream.tensors.ref import ShardTable, SourceFile
 
-__all__ = ["Assembly", "LowRank", "OutputFile", "ParameterPlan", "Plan", "ResolvedTake", "fingerprint_of"]
+__all__ = ["Assembly", "LowRank", "OutputFile", "ParameterPlan", "Plan", "ResolvedTake", "Scaled", "fingerprint_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaled:
+    """`scale * x`, to be added to a 1-D source tensor (the bias of a LoRA); also the magnitudes of a DoRA."""
+
+    x: ResolvedTake
+    dtype: DType
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
     """`scale * B @ A`, to be added to a 2-D source tensor (a LoRA that is folded).
 
-    `a` covers A [r, in], `b` covers B [out, r]; both are of `dtype`. `transposed` says
-    that the source is stored [in, out] (Conv1D of GPT-2, peft's fan_in_fan_out).
+    a, b         A [r, in] and B [out, r], both of `dtype`
+    transposed   the source is stored [in, out] (Conv1D of GPT-2, embeddings)
+    experts      0, or the length of the source's leading dim: expert e has rows e*r ... of
+                 A [experts * r, in] and columns e, e + experts ... of B [out, r * experts]
+    casts_delta  the product is rounded to the source's type before it is added
+    magnitude    DoRA: each row of the sum is scaled to this length
     """
 
     a: ResolvedTake
@@ -38,6 +51,22 @@ class LowRank:
     dtype: DType
     scale: float
     transposed: bool = False
+    experts: int = 0
+    casts_delta: bool = False
+    magnitude: Scaled | None = None
+
+    @property
+    def rank(self) -> int:
+        """Rows of A (of one expert)."""
+        return self.a_shape[0] // max(self.experts, 1)
+
+    def summed(self, source: DType) -> DType:
+        """Element type of source + product."""
+        return promoted(source, self.dtype)
+
+    def scaled(self, source: DType) -> DType:
+        """Element type of magnitude / norm, and of the rows that are scaled with it."""
+        return promoted(self.summed(source), self.magnitude.dtype) if self.magnitude else self.summed(source)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +82,7 @@ class ResolvedTake:
     source_box: Box
     dest_box: Box
     permute: tuple[int, ...] = ()
-    fold: LowRank | None = None
+    fold: LowRank | Scaled | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

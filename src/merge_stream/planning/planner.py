@@ -12,9 +12,9 @@ from merge_stream.encodings.base import Encoding
 from merge_stream.errors import CorruptCheckpointError
 from merge_stream.options import MergeOptions
 from merge_stream.planning.layout import Placed, file_name, split_in_files
-from merge_stream.planning.plan import Assembly, OutputFile, ParameterPlan, Plan
+from merge_stream.planning.plan import Assembly, LowRank, OutputFile, ParameterPlan, Plan, Scaled
 from merge_stream.tensors.parameter import Parameter
-from merge_stream.tensors.ref import Catalog
+from merge_stream.tensors.ref import Catalog, ShardTable
 
 __all__ = ["ADAPTER_FILE", "DATA_ALIGNMENT", "PLAN_VERSION", "Resolved", "make_plan"]
 
@@ -127,16 +127,21 @@ def _identity(
     for f in catalog.files:
         files.update(f"{f.name}\0{f.nbytes}\0{f.mtime_ns}\n".encode())
     sources = hashlib.sha256()
+    digests: dict[int, bytes] = {}  # experts of one fused tensor share its table
     for p in parameters:
         sources.update(f"{p.name}\0{p.source.view}\0{p.source.dtype}\n".encode())
         for take in p.source.takes:
             sources.update(f"{take.source_box}{take.dest_box}{take.permute}".encode())
             tables = [take.table]
             if take.fold is not None:
-                sources.update(f"{take.fold.scale!r}{take.fold.transposed}{take.fold.dtype}".encode())
-                tables += [take.fold.a.table, take.fold.b.table]
-            for column in (c for t in tables for c in (t.start, t.stop, t.file, t.offset)):
-                sources.update(column.tobytes())
+                told, factors = _fold_identity(take.fold)
+                sources.update(told.encode())
+                tables += factors
+            for table in tables:
+                if id(table) not in digests:
+                    columns = (table.start, table.stop, table.file, table.offset)
+                    digests[id(table)] = hashlib.sha256(b"".join(c.tobytes() for c in columns)).digest()
+                sources.update(digests[id(table)])
     headers = hashlib.sha256()
     for o in outputs:
         headers.update(f"{o.name}\0{o.nbytes}\n".encode())
@@ -151,3 +156,15 @@ def _identity(
         "--max-shard-size": str(options.max_shard_size),
         "--lora": f"{options.lora.mode or 'merge'}, alpha {options.lora.alpha or 'as found'}",
     }
+
+
+def _fold_identity(fold: LowRank | Scaled) -> tuple[str, list[ShardTable]]:
+    """What decides the bytes of a fold: its settings, and where its factors lie."""
+    if isinstance(fold, Scaled):
+        return f"{fold.scale!r}{fold.dtype}", [fold.x.table]
+    told = f"{fold.scale!r}{fold.transposed}{fold.dtype}{fold.experts}{fold.casts_delta}"
+    tables = [fold.a.table, fold.b.table]
+    if fold.magnitude is not None:
+        of_magnitude, more = _fold_identity(fold.magnitude)
+        return f"{told}{of_magnitude}", tables + more
+    return told, tables

@@ -13,7 +13,7 @@ import numpy as np
 
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.planning.coverage import tiling_fault
-from merge_stream.planning.plan import Assembly, LowRank, ResolvedTake
+from merge_stream.planning.plan import Assembly, LowRank, ResolvedTake, Scaled
 from merge_stream.tensors.box import Box, boxes_of_range
 from merge_stream.tensors.parameter import Parameter, Take
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
@@ -64,7 +64,7 @@ def _holders(catalog: Catalog, tensor: TensorRef) -> str:
     return f"shards are in {shown}" if names else "no file holds a shard"
 
 
-def resolve(catalog: Catalog, parameter: Parameter, folds: Mapping[str, LowRank] | None = None) -> Assembly:
+def resolve(catalog: Catalog, parameter: Parameter, folds: Mapping[str, LowRank | Scaled] | None = None) -> Assembly:
     """The parameter's takes over shard tables; raises when they do not tile it or mix element types.
 
     `folds` maps names of source tensors to the product that is added to them.
@@ -94,7 +94,7 @@ def resolve(catalog: Catalog, parameter: Parameter, folds: Mapping[str, LowRank]
     return Assembly(parameter.view, dtypes.pop(), takes)
 
 
-def _resolved(tensor: TensorRef, take: Take, parameter: Parameter, fold: LowRank | None) -> ResolvedTake:
+def _resolved(tensor: TensorRef, take: Take, parameter: Parameter, fold: LowRank | Scaled | None) -> ResolvedTake:
     shape = (*take.split, *tensor.shape[1:]) if take.split else tensor.shape
     box = take.source_box
     axes = take.permute or tuple(range(len(shape)))

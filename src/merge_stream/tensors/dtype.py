@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DTYPES", "DType", "dtype_named", "dtype_of_storage", "dtype_of_torch"]
+__all__ = ["DTYPES", "DType", "dtype_named", "dtype_of_storage", "dtype_of_torch", "promoted"]
 
 Kind = Literal["float", "int", "bool", "quantized", "complex"]
 
@@ -108,3 +108,10 @@ def dtype_of_torch(name: str) -> DType | None:
 def dtype_of_storage(name: str) -> DType | None:
     """The type that a `torch.<name>` storage class implies ("HalfStorage" -> F16), or None."""
     return _BY_STORAGE.get(name)
+
+
+def promoted(a: DType, b: DType) -> DType:
+    """The floating type in which torch computes with both (bf16 and fp16 give fp32)."""
+    if a.itemsize != b.itemsize:
+        return a if a.itemsize > b.itemsize else b
+    return a if a == b else _BY_NAME["F32"]

@@ -22,6 +22,7 @@ from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.compare import Difference, Pair, Tolerance, compare_pairs
 from merge_stream.engine.events import Observer, Phase, Silent
 from merge_stream.engine.executor import StopFlag
+from merge_stream.engine.fold import fold_bytes
 from merge_stream.engine.memory import plan_memory
 from merge_stream.engine.probe import Prober
 from merge_stream.errors import CheckpointError, MergeStreamError, VerificationError
@@ -136,8 +137,8 @@ def verify(
         check_shards(catalog, catalog.tensors)
     verdict = Verdict(os.fspath(out), os.fspath(paths[0]))
     named = _named(model, reference, base_model, lora or LoraChoice(), verdict)
-    rank = named.largest_rank if named is not None else 0
-    memory = plan_memory(max_mem, workers=workers, compare=True, largest_rank=rank)
+    fold = fold_bytes(named.folds) if named is not None else 0
+    memory = plan_memory(max_mem, workers=workers, compare=True, fold_nbytes=fold)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     encoding = Cast("keep")
     with_source = LocalSource()

@@ -1,0 +1,216 @@
+"""How strong an adapter is, and how it was made: read from the files beside it, never guessed.
+
+The scale alpha/r (alpha/sqrt(r) with rsLoRA) is nowhere in the tensors. In this order:
+
+    lora_adapter/adapter_config.json, adapter_config.json    peft's configuration
+    lora_train_meta.json                                     verl: {"r", "lora_alpha", "task_type"}
+    --lora-alpha
+
+An alpha of 0 is never believed: verl's model merger writes it for "unknown" (verl#1821).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from merge_stream.architectures.lora import LoraModule
+from merge_stream.errors import CheckpointError, CorruptCheckpointError, UnsupportedError
+
+__all__ = ["SETTINGS_FILES", "LoraSettings", "adapter_config", "read_settings"]
+
+_LIMIT = 1 << 20
+T = TypeVar("T")
+SETTINGS_FILES = ("lora_adapter/adapter_config.json", "adapter_config.json", "lora_train_meta.json")
+_VARIANTS = (
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "velora_config",
+    "monteclora_config",
+    "kasa_config",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "trainable_token_indices",
+    "megatron_config",
+)
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga", "mica")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """peft's settings, as far as they decide what a folded weight is.
+
+    `origin` names the file or option; `config` is peft's configuration as it stands, None
+    when there is none; `peft_version` is (major, minor) of who wrote it.
+    """
+
+    alpha: float
+    origin: str
+    rank: int | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rslora: bool = False
+    dora: bool = False
+    fan_in_fan_out: bool = False
+    target_parameters: tuple[str, ...] = ()
+    init: str = ""
+    peft_version: tuple[int, int] | None = None
+    config: bytes | None = None
+    task_type: str | None = None
+
+    def rank_of(self, module: str) -> int | None:
+        """The rank that the settings say, None when they say nothing."""
+        return _matched(self.rank_pattern, module, self.rank)
+
+    def scale(self, module: str, rank: int) -> float:
+        """Factor of B @ A for one module (peft: `LoraLayer.update_layer`)."""
+        alpha = _matched(self.alpha_pattern, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def targets(self, parameter: str) -> bool:
+        """True when `target_parameters` names this tensor."""
+        return any(parameter == t or parameter.endswith(f".{t}") for t in self.target_parameters)
+
+    @property
+    def changes_base(self) -> bool:
+        """True when training began by changing the base weights (PiSSA and its kind)."""
+        return self.init.lower().startswith(_CHANGES_BASE)
+
+
+def _matched(pattern: Mapping[str, T], module: str, otherwise: T) -> T:
+    """The value of the first key that is the end of the module's name (peft: `get_pattern_key`)."""
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return otherwise
+
+
+def read_settings(beside: Mapping[str, str], alpha: float | None) -> LoraSettings | None:
+    """The adapter's settings from the files beside it (name -> absolute path), or `--lora-alpha`; None when unknown.
+
+    CorruptCheckpointError when two of them contradict each other, UnsupportedError for a
+    kind of LoRA that is not known here.
+    """
+    found = [_settings(name, beside[name]) for name in SETTINGS_FILES if name in beside]
+    told = [s for s in found if s.alpha]
+    if alpha is not None:
+        if not alpha:
+            raise CheckpointError("--lora-alpha 0 would leave the adapter out", hint="give the alpha of the training")
+        wrong = next((s for s in told if s.alpha != alpha), None)
+        if wrong is not None:
+            msg = f"--lora-alpha {alpha:g} contradicts {wrong.origin}, which says {wrong.alpha:g}"
+            raise CheckpointError(msg, hint="leave the option out, or correct the file")
+        return told[0] if told else LoraSettings(alpha, "--lora-alpha")
+    if len({s.alpha for s in told}) > 1:
+        msg = ", ".join(f"{s.origin} says lora_alpha {s.alpha:g}" for s in told)
+        raise CorruptCheckpointError(
+            msg, hint="the files belong to two runs; give --lora-alpha and remove the wrong one"
+        )
+    return told[0] if told else None
+
+
+def _settings(name: str, path: str) -> LoraSettings:
+    with open(path, "rb") as file:
+        data = file.read(_LIMIT + 1)
+    try:
+        value = json.loads(data) if len(data) <= _LIMIT else None
+        if isinstance(value, dict):
+            return _checked(name, value, data if name.endswith("adapter_config.json") else None)
+    except (ValueError, TypeError, AttributeError, RecursionError, re.error):
+        pass
+    msg = f"{path} is not a readable adapter configuration"
+    raise CorruptCheckpointError(msg, hint="restore the file, or remove it and give --lora-alpha")
+
+
+def _checked(name: str, value: Mapping[str, Any], config: bytes | None) -> LoraSettings:
+    kind = value.get("peft_type") or "LORA"
+    variants = [key for key in _VARIANTS if value.get(key)]
+    if kind != "LORA" or variants:
+        what = f"peft_type {kind}" if kind != "LORA" else f"{variants[0]} {value[variants[0]]}"
+        msg = f"{name} says {what}, which is not folded here"
+        raise UnsupportedError(msg, hint="fold it with peft; --layout as-is writes the tensors as they are")
+    rank, patterns = value.get("r"), [value.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
+    for pattern in (key for mapping in patterns for key in mapping):
+        re.compile(pattern)
+    alpha = float(value.get("lora_alpha") or 0)
+    if not math.isfinite(alpha):
+        raise ValueError(alpha)
+    version = re.match(r"(\d+)\.(\d+)", str(value.get("peft_version") or ""))
+    return LoraSettings(
+        alpha=alpha,
+        origin=name,
+        rank=int(rank) if rank is not None else None,
+        rank_pattern={str(k): int(v) for k, v in patterns[0].items()},
+        alpha_pattern={str(k): float(v) for k, v in patterns[1].items()},
+        rslora=bool(value.get("use_rslora")),
+        dora=bool(value.get("use_dora")),
+        fan_in_fan_out=bool(value.get("fan_in_fan_out")),
+        target_parameters=tuple(str(t) for t in value.get("target_parameters") or ()),
+        init=str(value.get("init_lora_weights", "")),
+        peft_version=(int(version[1]), int(version[2])) if version else None,
+        config=config,
+        task_type=value.get("task_type"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """One adapted tensor of the model, as far as a configuration must tell of it."""
+
+    module: LoraModule
+    rank: int
+    parameter: str | None
+
+
+def adapter_config(
+    settings: LoraSettings, adapted: Iterable[Adapted], saved: Iterable[str], modules: Iterable[str]
+) -> bytes:
+    """`adapter_config.json` for a kept adapter: the trainer's own bytes, else one made from what is known.
+
+    `saved` are modules that were trained whole, `modules` those of the model that could be
+    meant by a short name (none: unknown).
+    """
+    if settings.config is not None:
+        return settings.config
+    adapted = tuple(adapted)
+    layers = {a.module.module: a.rank for a in adapted if a.parameter is None}
+    parameters = {a.module.module: a.rank for a in adapted if a.parameter is not None}
+    ranks = {**parameters, **layers}
+    common = max(set(ranks.values()), key=list(ranks.values()).count) if ranks else (settings.rank or 0)
+    document = {
+        "peft_type": "LORA",
+        "task_type": settings.task_type or "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": common,
+        "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": settings.fan_in_fan_out,
+        "inference_mode": True,
+        "use_rslora": settings.rslora,
+        "use_dora": any(a.module.magnitude is not None for a in adapted),
+        "lora_bias": any(a.module.bias is not None for a in adapted),
+        "target_modules": _short_names(layers, modules),
+        "target_parameters": list(dict.fromkeys(a.parameter for a in adapted if a.parameter)) or None,
+        "rank_pattern": {re.escape(name): rank for name, rank in ranks.items() if rank != common},
+        "alpha_pattern": dict(settings.alpha_pattern),
+        "modules_to_save": list(saved) or None,
+    }
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _short_names(adapted: Mapping[str, int], modules: Iterable[str]) -> list[str]:
+    """Last segments where they mean no other module of the model, else whole names."""
+    others = {name.rpartition(".")[2] for name in modules if name not in adapted}
+    return sorted({last if (last := name.rpartition(".")[2]) not in others else name for name in adapted})
+
+
+def without_config(settings: LoraSettings) -> LoraSettings:
+    """The same settings, when the trainer's own file does not fit the tensors."""
+    return dataclasses.replace(settings, config=None)
