@@ -10,6 +10,8 @@ Works in blocks, so that what numpy allocates besides the lease stays small.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from merge_stream.options import DtypeName
@@ -19,7 +21,7 @@ __all__ = ["Cast", "encoding_for"]
 
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _BLOCK = 64 << 10
-_EXPONENT = {
+_EXPONENT: dict[str, np.unsignedinteger[Any]] = {
     "bfloat16": np.uint16(0x7F80),
     "float16": np.uint16(0x7C00),
     "float32": np.uint32(0x7F800000),
