@@ -37,7 +37,8 @@ def split_in_files(tensors: Sequence[Placed], max_nbytes: int) -> list[list[Plac
     files: list[list[Placed]] = []
     current: list[Placed] = []
     size = 0
-    for tensor in sorted(tensors, key=lambda t: _order(t.name)):
+    order = {t.name: _order(t.name) for t in tensors}
+    for tensor in sorted(tensors, key=lambda t: order[t.name]):
         if tensor.nbytes > max_nbytes:
             files.append([tensor])
             continue
@@ -48,7 +49,7 @@ def split_in_files(tensors: Sequence[Placed], max_nbytes: int) -> list[list[Plac
         size += tensor.nbytes
     if current:
         files.append(current)
-    return [sorted(f, key=lambda t: (-t.dtype.itemsize, _order(t.name))) for f in files]
+    return [sorted(f, key=lambda t: (-t.dtype.itemsize, order[t.name])) for f in files]
 
 
 def _order(name: str) -> tuple[object, str]:

@@ -82,7 +82,7 @@ def resolve(catalog: Catalog, parameter: Parameter, folds: Mapping[str, LowRank 
     fault = None
     if math.prod(parameter.view) != math.prod(parameter.shape):
         fault = f"its view {list(parameter.view)} has another number of elements"
-    elif math.prod(parameter.shape):
+    elif math.prod(parameter.shape) and not (len(takes) == 1 and takes[0].dest_box == Box.whole(parameter.view)):
         start = np.array([t.dest_box.start for t in takes], dtype=np.int64).reshape(len(takes), len(parameter.view))
         stop = np.array([t.dest_box.stop for t in takes], dtype=np.int64).reshape(len(takes), len(parameter.view))
         fault = tiling_fault(parameter.view, start, stop)

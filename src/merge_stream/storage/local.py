@@ -172,30 +172,50 @@ class _Files:
         self._flags = flags
         self._most = most
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, list[int]] = OrderedDict()  # path -> [fd, users]
+        self._open: OrderedDict[str, _InUse] = OrderedDict()
 
-    @contextlib.contextmanager
-    def using(self, path: str) -> Iterator[int]:
+    def using(self, path: str) -> _InUse:
+        """The open file, for a `with` block; its descriptor is what the block gets."""
         with self._lock:
             slot = self._open.get(path)
             if slot is None:
-                slot = self._open[path] = [os.open(path, self._flags | os.O_CLOEXEC), 0]
-            slot[1] += 1
+                slot = self._open[path] = _InUse(os.open(path, self._flags | os.O_CLOEXEC), self)
+            slot.users += 1
             self._open.move_to_end(path)
-        try:
-            yield slot[0]
-        finally:
-            with self._lock:
-                slot[1] -= 1
-                if len(self._open) > self._most:
-                    for key in [k for k, s in self._open.items() if s[1] == 0][: len(self._open) - self._most]:
-                        os.close(self._open.pop(key)[0])
+        return slot
+
+    def release(self, slot: _InUse) -> None:
+        with self._lock:
+            slot.users -= 1
+            if len(self._open) > self._most:
+                for key in [k for k, s in self._open.items() if s.users == 0][: len(self._open) - self._most]:
+                    os.close(self._open.pop(key).fd)
 
     def close(self) -> None:
         with self._lock:
-            for fd, _ in self._open.values():
-                os.close(fd)
+            for slot in self._open.values():
+                os.close(slot.fd)
             self._open.clear()
+
+
+class _InUse:
+    """An open file and how many use it; leaving the `with` block is one user less.
+
+    A class, since a generator would cost more than the read of a small shard.
+    """
+
+    __slots__ = ("_files", "fd", "users")
+
+    def __init__(self, fd: int, files: _Files) -> None:
+        self.fd = fd
+        self.users = 0
+        self._files = files
+
+    def __enter__(self) -> int:
+        return self.fd
+
+    def __exit__(self, *_: object) -> None:
+        self._files.release(self)
 
 
 def _open_file_limit() -> int:

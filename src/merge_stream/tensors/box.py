@@ -31,7 +31,7 @@ class Box:
     @property
     def shape(self) -> Ints:
         """Extent in each dim, never negative."""
-        return tuple(max(b - a, 0) for a, b in zip(self.start, self.stop, strict=True))
+        return tuple([b - a if b > a else 0 for a, b in zip(self.start, self.stop, strict=True)])
 
     @property
     def size(self) -> int:
