@@ -10,7 +10,6 @@ while that fits the bounce buffer, else split along its outermost dim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +24,10 @@ from merge_stream.tensors.dtype import DType
 from merge_stream.tensors.ref import ShardTable, SourceFile
 
 __all__ = ["Assembler", "slab_bytes"]
+
+Ints = tuple[int, ...]
+_Regions = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Rows of a shard table, and [start, stop) of a part of each."""
 
 _BOUNCE_FLOOR = 64 << 10
 _SLACK = 4096
@@ -83,39 +86,49 @@ class Assembler:
                 )
             else:
                 wanted = part.shifted(_minus(take.source_box.start, take.dest_box.start))
-            for k in _rows(take.table, wanted):
-                shard, file, offset = take.table.row(k)
-                region = shard & wanted
-                if region is None:
-                    continue
-                self._place(take, part, wanted, region, (shard, file, offset), (box, itemsize, values, lease))
+            regions = _regions(take.table, wanted)
+            if not take.permute:
+                shift = _minus(part.start, wanted.start)
+                regions = self._read_runs(take.table, regions, shift, box, itemsize, values)
+            if len(regions[0]):
+                view = _view(take, part, box, itemsize, values)
+                for k, start, stop in zip(*(column.tolist() for column in regions), strict=True):
+                    held, file, offset = take.table.row(k)
+                    region = Box(tuple(start), tuple(stop))
+                    there = view[region.slices(wanted.start)]
+                    self._read_region(file, offset, held, region, itemsize, there, lease)
             if take.fold is not None:
                 view = _view(take, part, box, itemsize, values)
                 apply_fold(take.fold, wanted, view, FoldPlace(take, dtype, lease, self._fill, self._norms))
 
-    def _place(  # noqa: PLR0917 - one region of one shard, and where it goes
-        self,
-        take: ResolvedTake,
-        part: Box,
-        wanted: Box,
-        region: Box,
-        shard: tuple[Box, int, int],
-        tile: tuple[Box, int, np.ndarray, Lease],
-    ) -> None:
-        """Move `region` of one shard to its place in the tile's values."""
-        box, itemsize, values, lease = tile
-        held, file, offset = shard
-        if not take.permute:
-            dest = region.shifted(_minus(part.start, wanted.start))
-            target = _run(dest, box)
-            origin = _run(region, held)
-            if target is not None and origin is not None:
-                nbytes = region.size * itemsize
-                into = values[target * itemsize : target * itemsize + nbytes]
-                self._read(file, offset + origin * itemsize, into)
-                return
-        view = _view(take, part, box, itemsize, values)[region.slices(wanted.start)]
-        self._read_region(file, offset, held, region, itemsize, view, lease)
+    def _read_runs(  # noqa: PLR0917 - regions, and where they go
+        self, table: ShardTable, regions: _Regions, shift: Ints, box: Box, itemsize: int, values: np.ndarray
+    ) -> _Regions:
+        """Read each region that is one run in its shard and in the tile where it belongs; returns the others.
+
+        `shift` leads from a region's place in the source to that in the parameter's view.
+        Vectorised: a model has hundreds of thousands of small runs.
+        """
+        rows, start, stop = regions
+        met = slice(None) if len(rows) == len(table) else rows
+        held_start, held_stop = table.start[met], table.stop[met]
+        nbytes = (stop - start).prod(axis=1) * itemsize
+        origin, runs = _runs(start, stop, held_start, held_stop - held_start)
+        moved = np.array(shift, dtype=np.int64) - np.array(box.start, dtype=np.int64)
+        target, runs_there = _runs(start + moved, stop + moved, 0, np.array([box.shape], dtype=np.int64))
+        runs &= runs_there
+        for straight, file, offset, at, count in zip(
+            runs.tolist(),
+            table.file[met].tolist(),
+            (table.offset[met] + origin * itemsize).tolist(),
+            (target * itemsize).tolist(),
+            nbytes.tolist(),
+            strict=True,
+        ):
+            if straight:
+                self._read(file, offset, values[at : at + count])
+        others = ~runs
+        return rows[others], start[others], stop[others]
 
     def _read_region(  # noqa: PLR0917 - one region of one shard into one view
         self, file: int, offset: int, held: Box, region: Box, itemsize: int, view: np.ndarray, lease: Lease
@@ -127,9 +140,8 @@ class Assembler:
             mark = lease.mark
             bounce = lease.take(nbytes)
             self._read(file, offset + first * itemsize, bounce)
-            strides = tuple(s * itemsize for s in row_major_strides(held.shape))
-            stored = bounce.view(_unit(itemsize))
-            view[...] = np.lib.stride_tricks.as_strided(stored, region.shape, strides, writeable=False)
+            strides = [s * itemsize for s in row_major_strides(held.shape)]
+            view[...] = np.ndarray(region.shape, view.dtype, bounce, strides=strides)
             lease.rewind(mark)
             return
         axis = next(k for k, extent in enumerate(region.shape) if extent > 1)
@@ -159,13 +171,23 @@ def _unit(itemsize: int) -> np.dtype:
     return np.dtype(f"u{itemsize}")
 
 
-def _rows(table: ShardTable, wanted: Box) -> list[int]:
-    """Rows of the table that may meet `wanted`."""
-    if len(table) == 1:
-        return [0]
-    hit = (table.start < np.array(wanted.stop)) & (table.stop > np.array(wanted.start))
-    rows: list[int] = np.flatnonzero(hit.all(axis=1)).tolist()
-    return rows
+def _regions(table: ShardTable, wanted: Box) -> _Regions:
+    """The rows of the table that meet `wanted`, and start and stop of what each has in common with it."""
+    start = np.maximum(table.start, np.array(wanted.start, dtype=np.int64))
+    stop = np.minimum(table.stop, np.array(wanted.stop, dtype=np.int64))
+    rows = (start < stop).all(axis=1).nonzero()[0]
+    return (rows, start, stop) if len(rows) == len(start) else (rows, start[rows], stop[rows])
+
+
+def _runs(
+    start: np.ndarray, stop: np.ndarray, origin: np.ndarray | int, shape: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first element of each region in a row-major array of `shape` at `origin`, and whether it is one run there."""
+    strides = np.ones_like(shape)
+    np.cumprod(shape[:, :0:-1], axis=1, out=strides[:, -2::-1])
+    first = ((start - origin) * strides).sum(axis=1)
+    span = ((stop - start - 1) * strides).sum(axis=1) + 1
+    return first, span == (stop - start).prod(axis=1)
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
@@ -178,9 +200,3 @@ def _bounds(region: Box, held: Box) -> tuple[int, int]:
     first = sum((a - o) * s for a, o, s in zip(region.start, held.start, strides, strict=True))
     last = sum((b - 1 - o) * s for b, o, s in zip(region.stop, held.start, strides, strict=True))
     return first, last + 1
-
-
-def _run(region: Box, held: Box) -> int | None:
-    """Element offset of `region` in a row-major array over `held` if it is contiguous there, else None."""
-    first, stop = _bounds(region, held)
-    return first if stop - first == math.prod(region.shape) else None
