@@ -33,9 +33,16 @@ from merge_stream.engine.governor import Governor
 from merge_stream.engine.memory import MemoryPlan, peak_rss, plan_memory
 from merge_stream.engine.probe import Prober
 from merge_stream.engine.staging import DirectStaging
-from merge_stream.errors import CorruptCheckpointError, DiskSpaceError, MergeStreamError, SourceChangedError
+from merge_stream.errors import (
+    CorruptCheckpointError,
+    DiskSpaceError,
+    MergeStreamError,
+    SourceChangedError,
+    VerificationError,
+)
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
+from merge_stream.output.hub import Pushed, PushTarget, push_folder
 from merge_stream.output.hugging_face import finish_folder
 from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder, find_model_folder
@@ -50,9 +57,21 @@ from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.parameter import Mapping
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import format_bytes
+from merge_stream.verification.check import check_folder
 from merge_stream.verification.verdict import compare_with_plan, verify
 
-__all__ = ["Job", "Staged", "check_disk", "execute", "finalize", "make_plan", "merge", "open_checkpoint", "verify"]
+__all__ = [
+    "Job",
+    "Staged",
+    "check_disk",
+    "execute",
+    "finalize",
+    "make_plan",
+    "merge",
+    "open_checkpoint",
+    "push",
+    "verify",
+]
 
 
 @dataclass(slots=True)
@@ -361,6 +380,19 @@ def merge(
         observer(Warned(text))
     staged = execute(job, out, inputs=[os.fspath(p) for p in paths], observer=observer, stop=stop)
     return finalize(staged, observer=observer, stop=stop)
+
+
+def push(out: str | os.PathLike[str], target: PushTarget, *, quiet: bool = False) -> Pushed:
+    """Upload the finished model folder `out`; VerificationError when its files do not make a whole model.
+
+    HubError tells how to go on when the upload fails; `out` is never changed.
+    """
+    found = check_folder(out)
+    broken = [finding for finding in found.findings if finding.severity == "error" and finding.about == "files"]
+    if broken:
+        msg = f"{os.fspath(out)} is no whole model: {broken[0].text}"
+        raise VerificationError(msg, hint="`merge-stream check OUT` tells everything; nothing was uploaded")
+    return push_folder(out, target, quiet=quiet)
 
 
 def check_disk(job: Job, place: OutputPlace) -> None:

@@ -1,6 +1,7 @@
 """The command line; the only module that prints results or exits.
 
     merge-stream [merge] CKPT OUT      inspect CKPT      plan CKPT [OUT]      verify OUT --against REF
+    merge-stream check OUT             push OUT REPO
 
 Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 3
 mismatch, 4 memory or disk does not suffice, 5 input incomplete or corrupt, 130 interrupted.
@@ -26,6 +27,7 @@ from merge_stream.errors import InterruptedRunError, MergeStreamError, UsageErro
 if TYPE_CHECKING:
     from merge_stream.console import Console
     from merge_stream.engine.executor import StopFlag
+    from merge_stream.output.hub import Pushed, PushTarget
 
 __all__ = ["app", "run"]
 
@@ -90,6 +92,8 @@ def app() -> None:
 @opt.opening
 @opt.planning
 @opt.verl
+@click.option("--push-to-hub", metavar="REPO", help="Upload OUT to this repository of the Hub; implies --verify.")
+@opt.hub
 @click.option("--verify", is_flag=True, help="Read the whole output and the source again and compare all values.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT by the new model once that is whole.")
 @click.option("--restart", is_flag=True, help="Begin anew instead of continuing an interrupted run.")
@@ -102,10 +106,20 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
     """
     verl, remarks = opt.verl_options(given)
     sources, out = opt.sources_and_out(paths, given, verl)
+    repo = _one_repo(given["push_to_hub"], verl.hf_upload_path)
+    if verl.used and repo is None and given["private"]:
+        given["private"] = False
+        remarks.append("--private has no effect: nothing is uploaded without --hf_upload_path")
+    target = opt.push_target(given, repo)
+    given["verify"] = given["verify"] or target is not None
     options = opt.merge_options(given, default_dtype="bf16" if verl.used else "keep")
     with _run(given, options.max_mem) as (console, stop):
         for text in remarks:
             console.line(text)
+        if target is not None:
+            from merge_stream.output.hub import prepare_push
+
+            prepare_push(target, out)
         from merge_stream.api import merge as do_merge
         from merge_stream.inspection import committed_before
 
@@ -113,10 +127,64 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
         report = committed_before(sources, out, options, opening=opening, observer=console, stop=stop) or do_merge(
             sources, out, options, opening=opening, observer=console, stop=stop
         )
-    if given["as_json"]:
-        _print_json(report.as_json())
-    elif not given["quiet"]:
-        _print_lines([*(f"note: {n}" for n in report.notes), *report.lines()])
+    lines = [*(f"note: {n}" for n in report.notes), *report.lines()]
+    if target is None:
+        _show(given, report.as_json(), lines)
+        return
+    if not given["as_json"]:
+        _show(given, {}, lines)
+    pushed = _upload(out, target, given)
+    _show(given, {**report.as_json(), "pushed": pushed.as_json()}, pushed.lines())
+
+
+def _one_repo(push_to_hub: str | None, hf_upload_path: str | None) -> str | None:
+    if push_to_hub and hf_upload_path and push_to_hub != hf_upload_path:
+        msg = f"--push-to-hub {push_to_hub} and --hf_upload_path {hf_upload_path} name two repositories"
+        raise UsageError(msg, hint="give one of them")
+    return push_to_hub or hf_upload_path
+
+
+def _upload(out: str, target: PushTarget, given: dict[str, Any]) -> Pushed:
+    with _run(given, 0) as (console, _):
+        from merge_stream.api import push
+        from merge_stream.engine.events import Phase
+
+        console(Phase(f"uploading {out} to {target.repo}"))
+        return push(out, target, quiet=given["quiet"])
+
+
+@app.command(short_help="Upload a finished model to the Hub.")
+@click.argument("out", metavar="OUT")
+@click.argument("repo", metavar="REPO")
+@opt.hub
+@opt.output
+def push(out: str, repo: str, **given: Any) -> None:  # noqa: ANN401
+    """Upload the model folder OUT to the repository REPO (ORG/NAME), after a look at its files.
+
+    The same command again continues an upload that failed. The token is HF_TOKEN, or that
+    of `hf auth login`.
+    """
+    target = opt.push_target(given, repo)
+    assert target is not None
+    pushed = _upload(out, target, given)
+    _show(given, {"ok": True, **pushed.as_json()}, pushed.lines())
+
+
+@app.command(short_help="Is OUT a complete model that every engine loads?")
+@click.argument("out", metavar="OUT")
+@opt.output
+def check(out: str, **given: Any) -> None:  # noqa: ANN401
+    """Look at headers and JSON files of the model folder OUT (no tensor data); exit 3 when an error is found.
+
+    Each finding names the loaders that refuse the model or misread it.
+    """
+    with _run(given, 0):
+        from merge_stream.verification.check import check_folder
+
+        found = check_folder(out)
+    _show({**given, "quiet": given["quiet"] and found.ok}, found.as_json(), found.lines())
+    if not found.ok:
+        raise SystemExit(3)
 
 
 @app.command(short_help="Tell what a checkpoint is and holds.")
@@ -195,6 +263,7 @@ def verify(out: str, against: tuple[str, ...], atol: float, rtol: float, **given
 @opt.memory
 @opt.lora
 @opt.verl
+@click.option("--private", is_flag=True, hidden=True)
 @click.option("--base-model", metavar="DIR", help="Folder with config.json for a checkpoint that has none.")
 @opt.output
 def test(**given: Any) -> None:  # noqa: ANN401
@@ -305,6 +374,14 @@ def _complain(message: str, hint: str, code: int, as_json: bool) -> None:
     sys.stderr.write(f"error: {message}\n" + (f"hint: {hint}\n" if hint else ""))
     if as_json:
         _print_json({"ok": False, "error": message, "hint": hint, "exit_code": code})
+
+
+def _show(given: dict[str, Any], value: dict[str, Any], lines: Sequence[str]) -> None:
+    """The result: one JSON object with --json, else lines, none with -q."""
+    if given["as_json"]:
+        _print_json(value)
+    elif not given["quiet"]:
+        _print_lines(lines)
 
 
 def _print_json(value: dict[str, Any]) -> None:

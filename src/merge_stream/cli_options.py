@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -12,7 +12,11 @@ from merge_stream.options import LoraChoice, MergeOptions, OpenOptions
 from merge_stream.units import format_bytes, parse_bytes, parse_memory
 from merge_stream.verl_spelling import VerlOptions, explain_and_check
 
+if TYPE_CHECKING:
+    from merge_stream.output.hub import PushTarget
+
 __all__ = [
+    "hub",
     "lora",
     "lora_choice",
     "memory",
@@ -22,6 +26,7 @@ __all__ = [
     "opening",
     "output",
     "planning",
+    "push_target",
     "sources_and_out",
     "verl",
     "verl_options",
@@ -86,7 +91,9 @@ lora = _all(
 
 planning = _all(
     click.option(
-        "--base-model", metavar="DIR", help="Folder with config.json and tokenizer (and names) of the original model."
+        "--base-model",
+        metavar="DIR|ORG/NAME",
+        help="Original model, for config.json, tokenizer and names: a folder, or a name on the Hub.",
     ),
     click.option(
         "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), help="Type of floating tensors. Default: keep."
@@ -115,13 +122,19 @@ output = _all(
     click.option("-q", "--quiet", is_flag=True, help="No progress and no remarks."),
 )
 
+hub = _all(
+    click.option("--private", is_flag=True, help="Make the repository private."),
+    click.option("--revision", metavar="BRANCH", help="Branch to upload to; made when it is not there."),
+    click.option("--create-pr", is_flag=True, help="Upload as a pull request."),
+    click.option("--commit-message", metavar="TEXT", help="Message of the commit on the Hub."),
+)
+
 verl = _all(
     click.option("--backend", hidden=True),
     click.option("--local-dir", hidden=True),
     click.option("--target-dir", hidden=True),
     click.option("--test-hf-dir", hidden=True),
     click.option("--hf-upload-path", hidden=True),
-    click.option("--private", is_flag=True, hidden=True),
     click.option("--use-cpu-initialization", is_flag=True, hidden=True),
     click.option("--tie-word-embedding", is_flag=True, hidden=True),
     click.option("--is-value-model", is_flag=True, hidden=True),
@@ -169,6 +182,19 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
     )
 
 
+def push_target(given: Mapping[str, Any], repo: str | None) -> PushTarget | None:
+    """Where the model is uploaded to, or None; `repo` is what --push-to-hub or verl's --hf_upload_path says."""
+    if repo is None:
+        lone = [name for name in ("private", "revision", "create_pr", "commit_message") if given[name]]
+        if lone:
+            msg = f"--{lone[0].replace('_', '-')} says how to upload, and nothing is uploaded"
+            raise UsageError(msg, hint="add --push-to-hub ORG/NAME")
+        return None
+    from merge_stream.output.hub import PushTarget
+
+    return PushTarget(repo, given["private"], given["revision"], given["create_pr"], given["commit_message"])
+
+
 def lora_choice(given: Mapping[str, Any]) -> LoraChoice:
     """What becomes of LoRA tensors."""
     return LoraChoice(given["lora_mode"], given["lora_alpha"])
@@ -177,7 +203,7 @@ def lora_choice(given: Mapping[str, Any]) -> LoraChoice:
 def verl_options(given: Mapping[str, Any]) -> tuple[VerlOptions, list[str]]:
     """Verl's options and lines that explain those without a meaning here."""
     names = VerlOptions.__dataclass_fields__
-    options = VerlOptions(**{name: given[name] for name in names})
+    options = VerlOptions(**{name: given[name] for name in names if name in given})
     return options, explain_and_check(options)
 
 

@@ -6,6 +6,7 @@
     ├── OutputBusyError                  exit 1   another run holds OUT
     ├── PlanMismatchError                exit 1   the partial folder belongs to another plan
     ├── UnsupportedError                 exit 1   understood, and refused with a reason
+    ├── HubError                         exit 1   the Hub cannot be reached, or refuses
     ├── VerificationError                exit 3   the output differs from what it should be
     ├── ResourceError                    exit 4
     │   ├── MemoryLimitTooSmallError              --max-mem cannot hold the smallest plan
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "DiskSpaceError",
+    "HubError",
     "IncompleteShardsError",
     "InterruptedRunError",
     "MemoryLimitTooSmallError",
@@ -86,6 +88,10 @@ class PlanMismatchError(MergeStreamError):
 
 class UnsupportedError(MergeStreamError):
     """The input was understood and cannot be converted; the message says why."""
+
+
+class HubError(MergeStreamError):
+    """The Hub cannot be reached, or refuses; what is on disk is whole."""
 
 
 class VerificationError(MergeStreamError):

@@ -53,7 +53,4 @@ def explain_and_check(given: VerlOptions) -> list[str]:
     if given.backend == "megatron":
         msg = "--backend megatron: Megatron checkpoints are not supported in this version"
         raise UnsupportedError(msg, hint="this version merges the PyTorch family: FSDP, TP and EP meshes, DCP")
-    if given.hf_upload_path is not None or given.private:
-        msg = "--hf_upload_path: uploading to the Hub is not part of this version"
-        raise UnsupportedError(msg, hint="merge first, then `hf upload REPO OUT` with the huggingface_hub client")
     return [f"--{name} has no effect: {why}" for name, why in _MEANINGLESS.items() if getattr(given, name)]

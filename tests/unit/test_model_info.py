@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from merge_stream.errors import CheckpointError, CorruptCheckpointError
+from merge_stream.errors import CheckpointError, CorruptCheckpointError, HubError
 from merge_stream.output.model_info import find_model_folder
 
 
@@ -102,11 +102,15 @@ def test_unusable_base_model_is_refused(tmp_path: Path, name: str, match: str, h
     assert hint in caught.value.hint
 
 
-def test_hub_name_as_base_model_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_as_base_model_needs_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError) as caught:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE") as caught:
         find_model_folder([], "Qwen/Qwen2-7B", write_config=True)
-    assert "hf download Qwen/Qwen2-7B" in caught.value.hint
+    assert "--base-model DIR" in caught.value.hint
 
 
 def test_base_tensors_come_from_headers_of_a_hub_snapshot(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from merge_stream.architectures.base import BaseTensor, ModelInfo
 from merge_stream.containers.json_file import read_json
 from merge_stream.containers.safetensors_file import read_header
 from merge_stream.errors import CheckpointError, CorruptCheckpointError
+from merge_stream.output.hub import looks_like_hub_name
 from merge_stream.output.index import INDEX_NAME
 from merge_stream.output.model_card import hub_id_of
 from merge_stream.output.side_files import SidePlan, list_folder, plan_side_files
@@ -64,8 +65,9 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
     """
     folders = [str(Path(folder).absolute()) for folder in config_dirs if Path(folder).is_dir()]
     listings = {folder: list_folder(folder) for folder in folders} if write_config else {}
-    base_folder, base_listing = _base(base_model)
-    notes: list[str] = []
+    base = _base(base_model)
+    base_folder, base_listing = base.folder, base.listing
+    notes = list(base.notes)
     with_config = [folder for folder, listing in listings.items() if _CONFIG in listing]
     config_folder = with_config[0] if with_config else None
     if config_folder is None and _CONFIG in base_listing:
@@ -83,7 +85,9 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
         config = read_json(tree, _CONFIG, _CONFIG_LIMIT)
         config_path = f"{config_folder}/{_CONFIG}"
         config_bytes = tree.read(_CONFIG) if write_config else None
-    base_tensors = _base_tensors(base_folder, base_listing, notes) if base_folder else None
+    base_tensors = base.tensors
+    if base_folder and base_tensors is None:
+        base_tensors = _base_tensors(base_folder, base_listing, notes)
     side_files = SidePlan()
     if write_config:
         own = [listings[folder] for folder in (with_config[:1] or folders)]
@@ -91,21 +95,32 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
         side_files = plan_side_files(own, base_listing if base_folder and not same else None)
     info = ModelInfo(config, config_path, base_tensors)
     readme = base_listing["README.md"].path if "README.md" in base_listing else ""
-    return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes), hub_id_of(base_folder), readme)
+    return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes), base.name, readme)
 
 
-def _base(base_model: str | None) -> tuple[str, Mapping[str, FileEntry]]:
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The base model: its folder and files, and tensors where they are not in the folder."""
+
+    folder: str = ""
+    listing: Mapping[str, FileEntry] = field(default_factory=dict)
+    tensors: Mapping[str, BaseTensor] | None = None
+    name: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def _base(base_model: str | None) -> _Base:
     if base_model is None:
-        return "", {}
+        return _Base()
+    if not Path(base_model).exists() and looks_like_hub_name(base_model):
+        from merge_stream.output.hub_base import fetch_base
+
+        found = fetch_base(base_model)
+        return _Base(found.folder, list_folder(found.folder), found.tensors, found.repo, found.notes)
     if not Path(base_model).is_dir():
         kind = "a file, not a folder" if Path(base_model).exists() else "not there"
         msg = f"the base model folder {base_model} is {kind}"
-        looks_like_id = (
-            kind == "not there" and base_model.count("/") == 1 and not base_model.startswith((".", "/", "~"))
-        )
-        hint = "pass a folder with config.json, tokenizer and, where present, the safetensors files"
-        if looks_like_id:
-            hint = f"names of the Hub are not looked up: `hf download {base_model}` prints the folder to pass"
+        hint = "pass a folder with config.json, tokenizer and, where present, the safetensors files, or ORG/NAME"
         raise CheckpointError(msg, hint=hint)
     folder = str(Path(base_model).absolute())
     listing = list_folder(folder)
@@ -114,7 +129,7 @@ def _base(base_model: str | None) -> tuple[str, Mapping[str, FileEntry]]:
         raise CheckpointError(
             msg, hint="pass the folder of the model itself; in a Hub cache that is snapshots/REVISION"
         )
-    return folder, listing
+    return _Base(folder, listing, name=hub_id_of(folder))
 
 
 def _refuse_without_config(config_dirs: Sequence[str], base_folder: str) -> None:

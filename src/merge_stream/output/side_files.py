@@ -25,9 +25,10 @@ from merge_stream.storage.base import FileEntry
 from merge_stream.storage.local import natural_key
 from merge_stream.units import format_bytes
 
-__all__ = ["SideFile", "SidePlan", "copy_side_files", "list_folder", "plan_side_files"]
+__all__ = ["LARGEST", "SideFile", "SidePlan", "copy_side_files", "is_side_file", "list_folder", "plan_side_files"]
 
-_LARGEST = 256_000_000
+LARGEST = 256_000_000
+"""Bytes; a larger file is no side file."""
 _CHUNK = 1 << 20
 _MOST_ENTRIES = 100_000
 
@@ -94,6 +95,15 @@ def list_folder(folder: str) -> dict[str, FileEntry]:
     """The regular files of a folder and of its sub-folders that belong to a model, by name relative to it."""
     found = dict(_scan(folder, ""))
     return {name: found[name] for name in sorted(found, key=natural_key)}
+
+
+def is_side_file(name: str) -> bool:
+    """True for a name (relative to the folder) that belongs beside the weights; quantization settings too."""
+    folder, _, last = name.rpartition("/")
+    if folder and not _SUBFOLDERS.fullmatch(folder):
+        return False
+    is_own_config = bool(folder) and last == "config.json"
+    return not _WEIGHTS.fullmatch(last) and (is_own_config or not _TRAINER.fullmatch(last))
 
 
 def plan_side_files(checkpoint: Sequence[Mapping[str, FileEntry]], base: Mapping[str, FileEntry] | None) -> SidePlan:
@@ -166,11 +176,10 @@ def _choose(
     notes: list[str],
 ) -> None:
     for name, entry in listing.items():
-        last = name.rpartition("/")[2]
-        is_own_config = "/" in name and last == "config.json"
-        if _WEIGHTS.fullmatch(last) or (_TRAINER.fullmatch(last) and not is_own_config):
+        if not is_side_file(name):
             continue
-        if entry.nbytes > _LARGEST:
+        last = name.rpartition("/")[2]
+        if entry.nbytes > LARGEST:
             notes.append(f"{entry.path} is left out: {format_bytes(entry.nbytes)} are too much for a side file")
             continue
         target = quantization if last in _QUANTIZATION else chosen
