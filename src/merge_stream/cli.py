@@ -10,6 +10,7 @@ mismatch, 4 memory or disk does not suffice, 5 input incomplete or corrupt, 130 
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from merge_stream import cli_options as opt
-from merge_stream.errors import InterruptedRunError, MergeStreamError, UsageError
+from merge_stream.errors import DiskSpaceError, InterruptedRunError, MergeStreamError, UsageError
 
 if TYPE_CHECKING:
     from merge_stream.console import Console
@@ -124,9 +125,10 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
         from merge_stream.inspection import committed_before
 
         opening = opt.open_options(given)
-        report = committed_before(sources, out, options, opening=opening, observer=console, stop=stop) or do_merge(
-            sources, out, options, opening=opening, observer=console, stop=stop
-        )
+        with _full_disk(out):
+            report = committed_before(sources, out, options, opening=opening, observer=console, stop=stop) or do_merge(
+                sources, out, options, opening=opening, observer=console, stop=stop
+            )
     lines = [*(f"note: {n}" for n in report.notes), *report.lines()]
     if target is None:
         _show(given, report.as_json(), lines)
@@ -135,6 +137,24 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
         _show(given, {}, lines)
     pushed = _upload(out, target, given)
     _show(given, {**report.as_json(), "pushed": pushed.as_json()}, pushed.lines())
+
+
+@contextmanager
+def _full_disk(out: str) -> Iterator[None]:
+    """Tell that the disk of OUT is full, or a limit is met, as what it is."""
+    hints = {
+        errno.ENOSPC: "free some space; the same command continues where it stopped",
+        errno.EDQUOT: "the quota is used up: free some of it; the same command continues where it stopped",
+        errno.EFBIG: "raise the limit of file sizes (`ulimit -f`), choose a file system that allows larger files, or "
+        "lower --max-shard-size; with the limit raised, the same command continues where it stopped",
+    }
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in hints:
+            raise
+        msg = f"{out} could not be written: {(error.strerror or str(error)).lower()}"
+        raise DiskSpaceError(msg, hint=hints[error.errno]) from error
 
 
 def _one_repo(push_to_hub: str | None, hf_upload_path: str | None) -> str | None:
@@ -271,7 +291,7 @@ def test(**given: Any) -> None:  # noqa: ANN401
     verl, remarks = opt.verl_options(given)
     if verl.local_dir is None or verl.test_hf_dir is None:
         msg = "test needs --local_dir CKPT and --test_hf_dir REF"
-        raise UsageError(msg)
+        raise UsageError(msg, hint="the same comparison is: merge-stream verify REF --against CKPT")
     _verify(verl.test_hf_dir, [verl.local_dir], 0.0, 0.0, given, remarks)
 
 
@@ -357,8 +377,6 @@ def _usage_hint(error: click.UsageError, argv: Sequence[str]) -> str:
 
 
 def _os_hint(error: OSError) -> str:
-    import errno
-
     hints = {
         errno.EACCES: "check the permissions of that file for this user",
         errno.EPERM: "check the permissions of that file for this user",
