@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.families import FUSED_EXPERTS, HEADS, RECOMPUTED
@@ -18,6 +19,20 @@ _WRAPPED = re.compile(
     r"|.*\.base_layer\..*|.*\.lora_[AB](\..*)?|.*_extra_state"
 )
 _BARE_TOWER = re.compile(r"(model\.)?vision_tower\.(embeddings|encoder|post_layernorm|pre_layrnorm)\..*")
+_QUANTIZED = (
+    "_scale_inv",
+    "_scale",
+    "_scales",
+    "_blocks",
+    "_packed",
+    "_shape",
+    "_zero_point",
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+    "_global_scale",
+)
 _MERGE = "merge-stream writes the names of the original repository (--layout upstream)"
 
 
@@ -41,7 +56,7 @@ def check_names(folder: CheckedFolder) -> Iterator[Finding]:
     seen = [name for name in seen if not name.endswith(_QUANTIZED)]
     strange = family.strangers(seen)
     fused = [name for name in strange if FUSED_EXPERTS.fullmatch(name)]
-    towers = [name for name in strange if _BARE_TOWER.fullmatch(name)]
+    towers = [name for name in seen if _BARE_TOWER.fullmatch(name)] if _wants_vision_model(folder.config) else []
     if fused:
         text = f"{some(len(fused), 'tensor')} of fused experts, of which repositories of {family.name} have none"
         text += f": {listed(fused)}; SGLang skips them, transformers 4 starts with random experts, neither says so"
@@ -55,20 +70,10 @@ def check_names(folder: CheckedFolder) -> Iterator[Finding]:
         yield Finding("error", "names", "family", "vLLM, SGLang, llama.cpp", text, _MERGE)
 
 
-_QUANTIZED = (
-    "_scale_inv",
-    "_scale",
-    "_scales",
-    "_blocks",
-    "_packed",
-    "_shape",
-    "_zero_point",
-    ".qweight",
-    ".qzeros",
-    ".scales",
-    ".g_idx",
-    "_global_scale",
-)
+def _wants_vision_model(config: dict[str, Any]) -> bool:
+    """CLIP and SigLIP towers have `vision_model.` in every repository."""
+    vision = config.get("vision_config")
+    return isinstance(vision, dict) and vision.get("model_type") in {"clip_vision_model", "siglip_vision_model"}
 
 
 def _hidden_first(folder: CheckedFolder) -> Iterator[Finding]:
