@@ -104,12 +104,15 @@ class DirectStaging:
 
     def write(self, output: int, start: int, data: memoryview) -> None:
         """Write, journal, and wait while too much is not yet on the disk."""
+        written = WrittenRange(
+            output, start, start + len(data), checksum(data)
+        )  # now, while the bytes are in the CPU's cache
         self.sink.write_at(self._plan.outputs[output].name, start, data)
         with self._change:
             self._change.wait_for(lambda: sum(self._unsynced.values()) < _MOST_UNSYNCED or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
-            self._journal.record([WrittenRange(output, start, start + len(data), checksum(data))])
+            self._journal.record([written])
             self._unsynced[output] = self._unsynced.get(output, 0) + len(data)
             if sum(self._unsynced.values()) >= _FLUSH_BYTES:
                 self._change.notify_all()
