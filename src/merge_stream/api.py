@@ -21,8 +21,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from merge_stream import __version__
+from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.lora import is_adapter_alone
 from merge_stream.architectures.precision import names_kept_wide
 from merge_stream.architectures.ties import absent_head
+from merge_stream.base_weights import refuse_without_base, with_base_weights
 from merge_stream.encodings.cast import Cast, encoding_for
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.events import Observer, Phase, Silent, Warned
@@ -115,7 +118,15 @@ def make_plan(
     config.json, a memory bound that is too small.
     """
     options, observer, stop = options or MergeOptions(), observer or Silent(), stop or StopFlag()
-    folder = find_model_folder(catalog.config_dirs, options.base_model, write_config=options.write_config)
+    adapter_alone = is_adapter_alone(catalog)
+    if adapter_alone and options.lora.mode == "keep":
+        folder = ModelFolder(ModelInfo(None))  # OUT is nothing but the adapter
+    else:
+        if adapter_alone:
+            refuse_without_base(catalog, options.base_model)
+        folder = find_model_folder(catalog.config_dirs, options.base_model, write_config=options.write_config)
+        if adapter_alone:
+            catalog = with_base_weights(catalog, options.base_model, folder.info)
     check_shards(catalog, catalog.tensors)
     named = name_parameters(catalog, folder.info, options.layout, options.lora)
     resolved = named.parameters

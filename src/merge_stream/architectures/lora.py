@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from merge_stream.errors import CheckpointError, CorruptCheckpointError, UnsupportedError
 from merge_stream.tensors.ref import Catalog, TensorRef
 
-__all__ = ["PREFIX", "LoraModule", "Unwrapped", "holds_lora", "is_adapter_alone", "join_base", "unwrap"]
+__all__ = ["PREFIX", "LoraModule", "Unwrapped", "holds_lora", "is_adapter_alone", "plain_name", "unwrap"]
 
 PREFIX = "base_model.model."
 _ADAPTER = r"(?:\.(?P<adapter>[^.]+))?"
@@ -99,23 +99,6 @@ def is_adapter_alone(catalog: Catalog) -> bool:
     if adapted - beside:
         return not any(module in holders for module in adapted - beside)
     return bool(adapted) and not (holders - beside - saved)
-
-
-def join_base(adapter: Catalog, base: Catalog) -> Catalog:
-    """An adapter alone and the model it belongs to as one catalog, as if they had been saved together."""
-    shift = len(base.files)
-    held = {name: _moved(tensor, shift) for name, tensor in adapter.tensors.items()}
-    taken = {_plain(_short(name)) for name in held}
-    kept = {f"{PREFIX}{n}": dataclasses.replace(t, name=f"{PREFIX}{n}") for n, t in base.tensors.items()}
-    kept = {name: tensor for name, tensor in kept.items() if _short(name) not in taken}
-    return dataclasses.replace(
-        adapter,
-        tensors={**kept, **held},
-        files=(*base.files, *adapter.files),
-        config_dirs=tuple(dict.fromkeys((*adapter.config_dirs, *base.config_dirs))),
-        notes=(*adapter.notes, f"the adapter is folded into the weights of {base.root}"),
-        metadata_nbytes=adapter.metadata_nbytes + base.metadata_nbytes,
-    )
 
 
 def unwrap(catalog: Catalog) -> Unwrapped:
@@ -196,6 +179,13 @@ def _modules(parts: Mapping[str, Mapping[str, TensorRef]]) -> Iterable[LoraModul
         yield LoraModule(_plain(path), path, a, b, tensors.get("B.bias"), tensors.get("magnitude"), embedding)
 
 
+def plain_name(name: str) -> str:
+    """The model's own name for a tensor in a peft wrapper."""
+    short = _short(name)
+    match = _SAVED.fullmatch(short) or _ORIGINAL.fullmatch(short)
+    return f"{match['module']}.{match['rest']}" if match else _plain(short)
+
+
 def _short(name: str) -> str:
     return name.removeprefix(PREFIX)
 
@@ -207,12 +197,3 @@ def _plain(name: str) -> str:
 
 def _named(tensor: TensorRef, name: str) -> TensorRef:
     return dataclasses.replace(tensor, name=name)
-
-
-def _moved(tensor: TensorRef, shift: int) -> TensorRef:
-    """The same tensor when `shift` files stand before its own."""
-    shards = dataclasses.replace(tensor.shards, file=tensor.shards.file + shift)
-    replicas = tensor.replicas
-    if replicas is not None:
-        replicas = dataclasses.replace(replicas, file=replicas.file + shift)
-    return dataclasses.replace(tensor, shards=shards, replicas=replicas)

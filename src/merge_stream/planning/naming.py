@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.lora import PREFIX, Unwrapped, holds_lora, is_adapter_alone, unwrap
+from merge_stream.architectures.lora_base import JOINED
 from merge_stream.architectures.lora_settings import (
     Adapted,
     LoraSettings,
@@ -73,6 +74,7 @@ def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora
     folds = {} if mode == "keep" else folds_of(targets, base.tensors, settings)
     if mode != "keep":
         _check_tied_head(folds, base, model, targets)
+        _check_start(catalog, settings)
     mapping = map_names(base, model, layout)
     parameters = {p.name: Resolved(p, resolve(base, p, folds)) for p in mapping.parameters}
     note = f"LoRA ({len(parts.modules)} modules, alpha {settings.alpha:g} from {settings.origin}) is "
@@ -115,6 +117,15 @@ def _adapter_alone(parts: Unwrapped, settings: LoraSettings, mode: str, catalog:
         raise UnsupportedError(msg, hint="put the trainer's adapter_config.json beside the checkpoint")
     config = adapter_config(settings, adapted, parts.saved, ())
     return Named(Mapping("lora adapter", ()), {}, (*_adapter(parts, catalog), *beside), config, (note,))
+
+
+def _check_start(catalog: Catalog, settings: LoraSettings) -> None:
+    """PiSSA and its kind change the base weights before training: the repository's are the wrong ones."""
+    if settings.changes_base and JOINED in catalog.facts:
+        msg = f"{settings.origin} says init_lora_weights {settings.init}: training began by changing the base weights"
+        raise UnsupportedError(
+            msg, hint="fold with peft, or convert the adapter there (path_initial_model_for_weight_conversion)"
+        )
 
 
 def _check_tied_head(

@@ -14,6 +14,9 @@ from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.families import TIE_NAMES
+from merge_stream.architectures.lora import PREFIX, holds_lora, is_adapter_alone
+from merge_stream.architectures.lora_base import beside
+from merge_stream.base_weights import refuse_without_base, with_base_weights
 from merge_stream.containers.safetensors_file import read_header
 from merge_stream.encodings.base import Encoding
 from merge_stream.encodings.cast import Cast
@@ -25,7 +28,7 @@ from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.fold import fold_bytes
 from merge_stream.engine.memory import plan_memory
 from merge_stream.engine.probe import Prober
-from merge_stream.errors import CheckpointError, MergeStreamError, VerificationError
+from merge_stream.errors import CheckpointError, MergeStreamError, UnknownFormatError, VerificationError
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import LayoutName, LoraChoice, OpenOptions
 from merge_stream.output.model_info import find_model_folder
@@ -130,13 +133,20 @@ def verify(
     """Compare the model folder `out` with a reference folder or a checkpoint, within `max_mem` bytes."""
     observer, stop = observer or Silent(), stop or StopFlag()
     observer(Phase("reading metadata"))
-    model = open_checkpoint([out], OpenOptions(format="hugging_face"))
+    model, has_adapter = _opened(out)
     paths = [against] if isinstance(against, (str, os.PathLike)) else list(against)
     reference = open_checkpoint(paths, opening)
+    verdict = Verdict(os.fspath(out), os.fspath(paths[0]))
+    lora = lora or LoraChoice()
+    if has_adapter and lora.mode is None and holds_lora(reference):
+        lora = LoraChoice("keep", lora.alpha)
+        verdict.notes.append("compared as kept: the model has a lora_adapter (--lora both: folded, and kept too)")
+    if is_adapter_alone(reference) and lora.mode != "keep":
+        refuse_without_base(reference, base_model)
+        reference = with_base_weights(reference, base_model, _model_info(model, reference, base_model))
     for catalog in (model, reference):
         check_shards(catalog, catalog.tensors)
-    verdict = Verdict(os.fspath(out), os.fspath(paths[0]))
-    named = _named(model, reference, base_model, lora or LoraChoice(), verdict)
+    named = _named(model, reference, base_model, lora, verdict)
     fold = fold_bytes(named.folds) if named is not None else 0
     memory = plan_memory(max_mem, workers=workers, compare=True, fold_nbytes=fold)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
@@ -163,14 +173,32 @@ def verify(
     return verdict
 
 
+def _opened(out: str | os.PathLike[str]) -> tuple[Catalog, bool]:
+    """The model with the adapter that was kept beside it, and whether there is one."""
+    kept = os.path.join(out, "lora_adapter")
+    if not os.path.isfile(os.path.join(kept, "adapter_model.safetensors")):
+        return open_checkpoint([out], OpenOptions(format="hugging_face")), False
+    adapter = open_checkpoint([kept], OpenOptions(format="peft_adapter"))
+    try:
+        model = open_checkpoint([out], OpenOptions(format="hugging_face"))
+    except UnknownFormatError:
+        return adapter, True
+    return beside(model, adapter), True
+
+
 def _named(
     model: Catalog, reference: Catalog, base_model: str | None, lora: LoraChoice, verdict: Verdict
 ) -> Named | None:
     """What a merge of the reference would write, in the layout that the model has; None for a plain model."""
-    if reference.format == "hugging_face":
+    if reference.format == "hugging_face" and not holds_lora(reference):
         return None
     folder = _model_info(model, reference, base_model)
     layouts: tuple[LayoutName, ...] = ("upstream", "as-is")
+    if holds_lora(reference) and lora.mode is None:
+        if holds_lora(model):
+            layouts = ("as-is",)  # LoRA tensors were left as they are
+        else:
+            lora = LoraChoice("merge", lora.alpha)
     named = None
     for layout in layouts:
         try:
@@ -179,7 +207,7 @@ def _named(
             if named is None and layout == layouts[-1]:
                 raise
             continue
-        if model.tensors.keys() <= named.parameters.keys():
+        if {n for n in model.tensors if not n.startswith(PREFIX)} <= named.parameters.keys():
             if layout == "as-is":
                 verdict.notes.append("the model has the trainer's names (--layout as-is)")
             break
@@ -193,7 +221,7 @@ def _wanted(
     if named is None:
         whole = [identity(name, tensor.shape) for name, tensor in reference.tensors.items()]
         return {p.name: Resolved(p, resolve(reference, p)) for p in whole}
-    wanted = dict(named.parameters)
+    wanted = dict(named.parameters) | {r.parameter.name: r for r in named.adapter}
     for tie in named.mapping.ties:
         absent = tie.name not in model.tensors and tie.twin in model.tensors
         if absent and prober.same(tie.name, wanted[tie.name].source, wanted[tie.twin].source):
@@ -224,7 +252,8 @@ def _pairs(model: Catalog, reference: Catalog, wanted: dict[str, Resolved], verd
         if tensor is None:
             continue
         source, target = want.source.dtype, tensor.dtype
-        may_cast = reference.format != "hugging_face" and source.kind == target.kind == "float"
+        plain = reference.format == "hugging_face" and not holds_lora(reference)
+        may_cast = not plain and source.kind == target.kind == "float"
         if tensor.shape != want.parameter.shape:
             verdict.mismatched[name] = f"shape {list(tensor.shape)}, wanted {list(want.parameter.shape)}"
         elif source != target and not may_cast:
