@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.families import FUSED_EXPERTS, HEADS, RECOMPUTED
+from merge_stream.architectures.families import EMBEDDINGS, FUSED_EXPERTS, HEADS, RECOMPUTED
 from merge_stream.architectures.lookup import family_of
 from merge_stream.architectures.structure import text_value
 from merge_stream.verification.finding import CheckedFolder, Finding, listed, some
@@ -77,7 +77,8 @@ def _wants_vision_model(config: dict[str, Any]) -> bool:
 
 
 def _hidden_first(folder: CheckedFolder) -> Iterator[Finding]:
-    hidden = text_value(folder.config, "hidden_size")
+    columns = (t.shape[-1] for n, t in folder.tensors.items() if n in EMBEDDINGS and t.shape)
+    hidden = text_value(folder.config, "hidden_size") or next(columns, None)
     wrong = [
         name
         for name, t in folder.tensors.items()
