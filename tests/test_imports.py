@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "units", "options", "tensors"),
     ("storage",),
     ("containers",),
-    ("formats", "architectures", "encodings", "discovery", "opening"),
+    ("formats", "architectures", "encodings", "discovery", "opening", "base_weights"),
     ("planning",),
     ("engine",),
     ("output", "verification", "report"),
