@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from merge_stream.api import Job, Staged, execute, finalize, make_plan, merge, open_checkpoint, verify
+    from merge_stream.api import Job, Staged, execute, finalize, make_plan, merge, open_checkpoint, push, verify
     from merge_stream.errors import MergeStreamError
     from merge_stream.options import MergeOptions, OpenOptions
+    from merge_stream.output.hub import PushTarget
     from merge_stream.report import Report
+    from merge_stream.verification.check import check_folder
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,18 +22,28 @@ __all__ = [
     "MergeOptions",
     "MergeStreamError",
     "OpenOptions",
+    "PushTarget",
     "Report",
     "Staged",
     "__version__",
+    "check_folder",
     "execute",
     "finalize",
     "make_plan",
     "merge",
     "open_checkpoint",
+    "push",
     "verify",
 ]
 
-_HOME = {"MergeOptions": "options", "OpenOptions": "options", "MergeStreamError": "errors", "Report": "report"}
+_HOME = {
+    "MergeOptions": "options",
+    "OpenOptions": "options",
+    "MergeStreamError": "errors",
+    "PushTarget": "output.hub",
+    "Report": "report",
+    "check_folder": "verification.check",
+}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the module holds
