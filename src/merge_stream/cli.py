@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from merge_stream import cli_options as opt
-from merge_stream.errors import DiskSpaceError, InterruptedRunError, MergeStreamError, UsageError
+from merge_stream.errors import DiskSpaceError, InterruptedRunError, MergeStreamError, OutputExistsError, UsageError
 
 if TYPE_CHECKING:
     from merge_stream.console import Console
@@ -125,7 +125,7 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
         from merge_stream.inspection import committed_before
 
         opening = opt.open_options(given)
-        with _full_disk(out):
+        with _full_disk(out), _or_push(out, target):
             report = committed_before(sources, out, options, opening=opening, observer=console, stop=stop) or do_merge(
                 sources, out, options, opening=opening, observer=console, stop=stop
             )
@@ -137,6 +137,18 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
         _show(given, {}, lines)
     pushed = _upload(out, target, given)
     _show(given, {**report.as_json(), "pushed": pushed.as_json()}, pushed.lines())
+
+
+@contextmanager
+def _or_push(out: str, target: PushTarget | None) -> Iterator[None]:
+    """An OUT that is there may be the finished model whose upload failed."""
+    try:
+        yield
+    except OutputExistsError as error:
+        if target is None:
+            raise
+        hint = f"{error.hint}; if it is the finished model, `{target.command(out)}` uploads it"
+        raise OutputExistsError(error.message, hint=hint) from None
 
 
 @contextmanager

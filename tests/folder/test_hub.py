@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from merge_stream import cli
-from merge_stream.errors import HubError
-from merge_stream.output.hub import PushTarget, clean, push_folder
+from merge_stream.errors import HubError, InterruptedRunError
+from merge_stream.output.hub import PushTarget, clean, push_folder, speaking_clearly
 from tests.folder.hub_server import TOKEN, Hub
 from tests.folder.models import checkpoint, llama, llama_config, merge, model_folder, run_tool
 
@@ -85,10 +85,11 @@ def test_pushing_again_uploads_nothing_twice(hub: Hub, out: Path) -> None:
 def test_weights_of_an_older_model_go_and_all_else_stays(hub: Hub, out: Path) -> None:
     old = {f"model-0000{n}-of-00002.safetensors": b"old" for n in (1, 2)}
     old |= {"model.safetensors.index.json": b"{}", "notes.txt": b"mine", "adapter_model.safetensors": b"other"}
+    old["models/theirs.safetensors"] = b"kept"
     hub.add("me/model", old)
     assert cli.run(["push", str(out), "me/model"]) == 0
     there = hub.files("me/model")
-    assert sorted(n for n in there if n.startswith("model")) == ["model.safetensors"]
+    assert sorted(n for n in there if n.startswith("model")) == ["model.safetensors", "models/theirs.safetensors"]
     assert there["notes.txt"] == b"mine"
     assert there["adapter_model.safetensors"] == b"other"
 
@@ -231,3 +232,20 @@ def test_error_of_the_api_names_the_command(hub: Hub, out: Path) -> None:
     with pytest.raises(HubError) as caught:
         push_folder(out, PushTarget("me/model", revision="dev"))
     assert f"merge-stream push {out} me/model --revision dev" in caught.value.hint
+
+
+def test_an_interrupted_upload_says_how_to_go_on() -> None:
+    with pytest.raises(InterruptedRunError) as caught, speaking_clearly("the upload failed", "merge-stream push OUT R"):
+        raise InterruptedRunError("stopped by SIGINT", hint="the same command continues it")
+    assert caught.value.hint == "merge-stream push OUT R"
+    assert caught.value.exit_code == 130
+
+
+def test_out_that_is_there_can_still_be_pushed(
+    hub: Hub, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The merge of before the failure: it is not done again, the hint leads on."""
+    source = checkpoint(tmp_path / "ckpt", llama(), llama_config(), SIDE)
+    assert merge(source, out, "--push-to-hub", "me/model", "--private") == 1
+    assert f"merge-stream push {out} me/model --private" in capsys.readouterr().err
+    assert hub.repos == {}

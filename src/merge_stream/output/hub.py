@@ -37,7 +37,7 @@ __all__ = ["PushTarget", "Pushed", "client", "looks_like_hub_name", "prepare_pus
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]+)?")
 _REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 _SECRET = re.compile(r"(hf_|api_org_)[A-Za-z0-9]{6,}|(?<=Bearer )[^\s'\"]+")
-_STALE = ["model*.safetensors", "model.safetensors.index.json"]
+_STALE = ["model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"]
 _NOT_MODEL = ["*.partial", "*.partial/*", ".merge-stream/*", "*.lock", "*.tmp"]
 
 
