@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +67,7 @@ def test_every_header_of_an_index_is_read_by_range(hub: Hub, tmp_path: Path) -> 
     assert set(folder.info.base_tensors) == set(tensors)
     assert folder.info.base_tensors["lm_head.weight"].shape == (20_000, 8)
     assert sum(size for name, _, size in hub.ranges if name.endswith(".safetensors")) <= 2 * 100_001
-    assert any("2 headers of org/base" in note for note in folder.notes)
+    assert any("org/base on the Hub (2 headers" in note for note in folder.notes)
     assert folder.base_id == "org/base"
 
 
@@ -146,3 +148,27 @@ def test_a_snapshot_of_the_cache_is_base_source_and_checked(
     assert not any(p.is_symlink() for p in (tmp_path / "out").iterdir())
     assert "base_model: org/base\n" in (tmp_path / "out" / "README.md").read_text()
     assert cli.run(["verify", str(tmp_path / "resharded"), "--against", str(snapshot)]) == 0
+
+
+def test_without_the_extra_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "huggingface_hub":
+            raise ModuleNotFoundError(name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(HubError, match="needs the package huggingface_hub") as caught:
+        find_model_folder([], "org/base", write_config=True)
+    assert "pip install 'merge-stream[hub]'" in caught.value.hint
+    assert "--base-model DIR" in caught.value.hint
+
+
+def test_plan_asks_the_hub_too_and_writes_nothing(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base(tmp_path, hub)
+    source = checkpoint(tmp_path / "ckpt", llama(vocab=20_000))
+    assert cli.run(["plan", str(source), str(tmp_path / "out"), "--base-model", "org/base", "--json"]) == 0
+    assert "names are those of org/base on the Hub (1 headers" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()

@@ -70,7 +70,9 @@ def fetch_base(name: str) -> HubBase:
         if not weights or all(os.path.exists(os.path.join(folder, file)) for file in weights):
             return HubBase(folder, repo, None)
         tensors = _headers(api, repo, os.path.basename(folder), weights)
-    return HubBase(folder, repo, tensors, (f"{len(weights)} headers of {repo} were read from the Hub",))
+    return HubBase(
+        folder, repo, tensors, (f"names are those of {repo} on the Hub ({len(weights)} headers were read, no weights)",)
+    )
 
 
 def _weight_files(folder: str, there: Mapping[str, int]) -> list[str]:
