@@ -16,10 +16,6 @@ from merge_stream.options import OpenOptions
 from tests.cases.naive import NAMES_AS_THEY_ARE, assert_holds, merged, numbered
 from tests.makers.dtensor import Spread, write_ranks
 
-SIZE_ONE = pytest.mark.xfail(
-    strict=True, reason="formats/_device_mesh.py refuses the empty axis that torch 2.13 writes for a size of one"
-)
-
 
 def test_case_038_world_size_one(tmp_path: pathlib.Path) -> None:
     """Plain tensors, no DTensor at all."""
@@ -29,7 +25,6 @@ def test_case_038_world_size_one(tmp_path: pathlib.Path) -> None:
     assert_holds(tmp_path / "out", tensors)
 
 
-@SIZE_ONE
 def test_case_038_world_size_one_of_fsdp2(tmp_path: pathlib.Path) -> None:
     """FSDP2 wraps its tensors on a mesh of one rank too."""
     tensor = numbered(5, 3)
@@ -74,7 +69,6 @@ def test_case_042_names_can_be_given_for_messages(tmp_path: pathlib.Path) -> Non
     assert_holds(tmp_path / "out", {"model.w": weight})
 
 
-@SIZE_ONE
 @pytest.mark.parametrize("mesh", [(4, 1), (1, 4)])
 def test_case_042_a_mesh_dim_of_size_one(tmp_path: pathlib.Path, mesh: tuple[int, int]) -> None:
     """HSDP with one shard or with one replica, TP of one rank."""
@@ -181,7 +175,6 @@ def test_case_049_partial_sums_are_refused(tmp_path: pathlib.Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
 
 
-@SIZE_ONE
 def test_case_049_partial_over_one_rank_is_whole(tmp_path: pathlib.Path) -> None:
     """A mesh dim of size one has a single copy, so there is nothing to be summed."""
     weight = numbered(6, 4)

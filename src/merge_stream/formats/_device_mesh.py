@@ -112,7 +112,8 @@ def _from_layout(state: dict[str, Any], rank: int, where: str, read_ints: Callab
         axes = [(_flat(a), _flat(b)) for a, b in zip(shape, stride, strict=True)]
         writer = "2.10 - 2.12"
     sizes = tuple(math.prod(axis[0]) for axis in axes)
-    if not axes or any(len(a) != len(b) or not a for a, b in axes) or not 0 < math.prod(sizes) <= _MOST_RANKS:
+    # an axis of size one has no levels in torch 2.13: shape () and stride ()
+    if not axes or any(len(a) != len(b) for a, b in axes) or not 0 < math.prod(sizes) <= _MOST_RANKS:
         raise _damaged(where, f"layout of sizes {sizes[:8]}")
     rank_map = _rank_map(state, where, read_ints)
     own = state.get("_rank")
