@@ -131,7 +131,7 @@ def make_plan(
     named = name_parameters(catalog, folder.info, options.layout, options.lora)
     resolved = named.parameters
     encoding = encoding_for(options.dtype)
-    memory = plan_memory(options.max_mem, workers=options.workers, compare=True, fold_nbytes=fold_bytes(named.folds))
+    memory = plan_memory(options.max_mem, workers=options.workers, compare=True, fold=fold_bytes(named.folds))
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     warnings: list[str] = []
     with ExitStack() as stack:
@@ -175,7 +175,7 @@ def make_plan(
 
 def _memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
     return plan_memory(
-        options.max_mem, workers=options.workers, compare=options.verify, fold_nbytes=fold_bytes(named.folds)
+        options.max_mem, workers=options.workers, compare=options.verify, fold=fold_bytes(named.folds)
     )
 
 

@@ -31,6 +31,8 @@ _Regions = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 _BOUNCE_FLOOR = 64 << 10
 _SLACK = 4096
+_SEEK = 4096
+"""Reading so many bytes costs as much as another read."""
 
 
 def slab_bytes(segment_bytes: int, *, compare: bool = False, fold_bytes: int = 0) -> int:
@@ -136,7 +138,8 @@ class Assembler:
         """Read a region of a row-major shard into a strided view of the region's shape."""
         first, stop = _bounds(region, held)
         nbytes = (stop - first) * itemsize
-        if nbytes <= lease.left:
+        apart = nbytes > 2 * view.nbytes and view.nbytes >= 2 * _SEEK  # most of it would be read for nothing
+        if nbytes <= lease.left and not apart:
             mark = lease.mark
             bounce = lease.take(nbytes)
             self._read(file, offset + first * itemsize, bounce)

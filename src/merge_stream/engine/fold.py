@@ -29,12 +29,13 @@ from merge_stream.planning.plan import LowRank, ResolvedTake, Scaled
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import DType
 
-__all__ = ["GRID_COLUMNS", "GRID_ROWS", "FoldPlace", "apply_fold", "fold_bytes"]
+__all__ = ["GRID_COLUMNS", "GRID_ROWS", "FoldBytes", "FoldPlace", "apply_fold", "fold_bytes"]
 
 GRID_ROWS = 64
 GRID_COLUMNS = 1024
 _GROUP = 16 * GRID_ROWS
 _ROOM = 8 << 20
+_MOST_ROOM = 128 << 20
 _LEFT = 64 << 10
 _BLOCK = GRID_ROWS * GRID_COLUMNS * 4
 _TEMPORARIES = 4 * _BLOCK
@@ -54,23 +55,30 @@ class FoldPlace:
     norms: dict[int, tuple[LowRank, np.ndarray]] = field(default_factory=dict)
 
 
-def fold_bytes(folds: Iterable[LowRank | Scaled]) -> int:
+@dataclass(frozen=True, slots=True)
+class FoldBytes:
+    """Memory that folding takes beside the tile: with `least` a large A is read in panels, with `most` at once."""
+
+    least: int = 0
+    most: int = 0
+
+
+def fold_bytes(folds: Iterable[LowRank | Scaled]) -> FoldBytes:
     """Memory that a lease needs beside the tile, and numpy beside the lease, for any of the folds."""
-    return max(map(_fold_bytes, folds), default=0)
+    folds = tuple(folds)
+    least = max((_fold_bytes(fold, _ROOM) for fold in folds), default=0)
+    return FoldBytes(least, max((_fold_bytes(fold, _MOST_ROOM) for fold in folds), default=0))
 
 
-def _fold_bytes(fold: LowRank | Scaled) -> int:
-    """The same for one fold.
-
-    A factor A that is larger is read in column panels.
-    """
+def _fold_bytes(fold: LowRank | Scaled, most: int) -> int:
+    """The same for one fold, with at most `most` bytes for a panel of A (one grid column at least)."""
     if isinstance(fold, Scaled):
         return _TEMPORARIES
     size, rank = fold.dtype.itemsize, fold.rank
     fixed = _fixed_bytes(fold)
     panel = rank * GRID_COLUMNS * (4 + 2 * size)
     whole = rank * -(-fold.a_shape[1] // GRID_COLUMNS) * GRID_COLUMNS * (4 + 2 * size)
-    room = fixed + max(panel, min(whole, _ROOM)) + _TEMPORARIES
+    room = fixed + max(panel, min(whole, most)) + _TEMPORARIES
     if fold.magnitude is not None:
         room += _TEMPORARIES_OF_NORMS + 8 * (CHUNK + 4) * fold.b_shape[0] * fold.transposed
     return room

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import psutil
 
 from merge_stream.engine.assembler import slab_bytes
+from merge_stream.engine.fold import FoldBytes
 from merge_stream.errors import MemoryLimitTooSmallError
 from merge_stream.units import format_bytes
 
@@ -54,13 +55,14 @@ def metadata_ahead(*, planned: int = 0, finished: int = 0, compared: int = 0) ->
 
 
 def plan_memory(
-    allowed: int, *, workers: int | None = None, compare: bool = False, fold_nbytes: int = 0, ahead: int = 0
+    allowed: int, *, workers: int | None = None, compare: bool = False, fold: FoldBytes | None = None, ahead: int = 0
 ) -> MemoryPlan:
     """Fit workers and segments in `allowed` bytes; MemoryLimitTooSmallError names the smallest value that works.
 
-    `fold_nbytes` is what folding a LoRA takes beside the tile (`engine.fold.fold_bytes`); `ahead` what metadata
-    will still take (see `metadata_ahead`).
+    `fold` is what folding a LoRA takes beside the tile (`engine.fold.fold_bytes`): more than the least
+    only where room is left. `ahead` is what metadata will still take (see `metadata_ahead`).
     """
+    fold = fold or FoldBytes()
     reserved, peak = resident(), peak_rss()
     fixed = reserved + _HEADROOM + ahead
     wanted = min(workers or _cores(), _WORKERS_LIMIT)
@@ -68,11 +70,12 @@ def plan_memory(
         for count in sorted({wanted, max(wanted // 2, 1), 1}, reverse=True):
             if count == 1 and segment > _SEGMENTS[-2] and wanted > 1:
                 continue  # two workers with smaller segments overlap reading and writing; one cannot
-            slab = slab_bytes(segment, compare=compare, fold_bytes=fold_nbytes)
-            projected = max(peak, fixed + count * slab)
-            if projected <= allowed:
+            slab = slab_bytes(segment, compare=compare, fold_bytes=fold.least)
+            if max(peak, fixed + count * slab) <= allowed:
+                slab += min(fold.most - fold.least, (allowed - fixed) // count - slab)
+                projected = max(peak, fixed + count * slab)
                 return MemoryPlan(count, segment, slab, reserved, projected, allowed)
-    least = max(peak, fixed + slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=fold_nbytes))
+    least = max(peak, fixed + slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=fold.least))
     rounded = -(-least // 1_000_000) + 4
     msg = f"--max-mem {format_bytes(allowed)} is too small: the smallest plan needs {format_bytes(least)}"
     msg += f" ({format_bytes(max(peak, reserved + ahead))} of it are Python, its packages and the plan)"

@@ -147,8 +147,8 @@ def verify(
     for catalog in (model, reference):
         check_shards(catalog, catalog.tensors)
     named = _named(model, reference, base_model, lora, verdict)
-    fold = fold_bytes(named.folds) if named is not None else 0
-    memory = plan_memory(max_mem, workers=workers, compare=True, fold_nbytes=fold)
+    fold = fold_bytes(named.folds if named is not None else ())
+    memory = plan_memory(max_mem, workers=workers, compare=True, fold=fold)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     encoding = Cast("keep")
     with_source = LocalSource()
