@@ -72,6 +72,7 @@ class Goal:
 
 
 _PAGE_BYTES = 4096
+_SECONDS_FOR_EACH = 75  # experiments; nine of them and the making of their checkpoints fit in 15 minutes
 
 
 @dataclass(slots=True)
@@ -199,6 +200,7 @@ class Bench:
             rounds=rounds,
             inputs=[made.folder for made in inputs],
             cold=cold,
+            budget_seconds=_SECONDS_FOR_EACH,
             after=compare_outputs,
             progress=self.say,
         )

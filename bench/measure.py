@@ -49,6 +49,7 @@ __all__ = [
 
 _LAUNCHER = pathlib.Path(__file__).with_name("launch.py")
 _SAMPLE_SECONDS = 0.02
+_FEWEST_ROUNDS = 3
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -234,13 +235,20 @@ def interleave(
     rounds: int,
     inputs: Sequence[pathlib.Path],
     cold: bool,
+    budget_seconds: float = float("inf"),
     after: Callable[[Contender, Run], None] = lambda _c, _r: None,
     progress: Callable[[str], None] = lambda _t: None,
 ) -> dict[str, list[Run]]:
-    """Run all contenders `rounds` times, in a new order each round; `cold` drops the inputs before each run."""
+    """Run all contenders `rounds` times, in a new order each round; `cold` drops the inputs before each run.
+
+    On a slow machine the rounds end early: from the third on, none begins after `budget_seconds`.
+    """
     order = random.Random(1)
     runs: dict[str, list[Run]] = {c.name: [] for c in contenders}
+    began = time.perf_counter()
     for number in range(rounds):
+        if number >= _FEWEST_ROUNDS and time.perf_counter() - began > budget_seconds:
+            break
         for contender in order.sample(list(contenders), len(contenders)):
             contender.prepare()
             if cold:
