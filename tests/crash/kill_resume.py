@@ -228,18 +228,11 @@ def _places(out: pathlib.Path, work: pathlib.Path) -> list[pathlib.Path]:
 
 def _journaled(work: pathlib.Path) -> dict[int, int]:
     """Bytes of each output file that the journal holds."""
-    spans: dict[int, list[tuple[int, int]]] = {}
     content = read_journal(str(work / "journal"))
-    for r in (*content.trusted, *content.doubtful):
-        spans.setdefault(r.output, []).append((r.start, r.stop))
-    result = {}
-    for output, ranges in spans.items():
-        total = reached = 0
-        for start, stop in sorted(ranges):
-            total += max(stop - max(start, reached), 0)
-            reached = max(reached, stop)
-        result[output] = total
-    return result
+    done = content.trusted
+    for r in content.doubtful:
+        done.add(r)
+    return {output: done.nbytes(output) for output in done.outputs}
 
 
 def _equal(a: pathlib.Path, b: pathlib.Path) -> bool:

@@ -22,7 +22,7 @@ import bisect
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -53,24 +53,51 @@ def checksum(data: memoryview) -> str:
 
 
 class DoneRanges:
-    """Finished byte ranges of each output file, merged."""
+    """Finished byte ranges of each output file, merged: a few spans however many ranges were noted."""
 
     def __init__(self, ranges: Iterable[WrittenRange] = ()) -> None:
-        by_output: dict[int, list[tuple[int, int]]] = {}
+        self._spans: dict[int, list[tuple[int, int]]] = {}
         for r in ranges:
-            by_output.setdefault(r.output, []).append((r.start, r.stop))
-        self._merged = {output: _merged(spans) for output, spans in by_output.items()}
+            self.add(r)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DoneRanges) and self._spans == other._spans
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def add(self, written: WrittenRange) -> None:
+        """One more range is done."""
+        spans = self._spans.setdefault(written.output, [])
+        start, stop = written.start, written.stop
+        low = bisect.bisect_left(spans, start, key=itemgetter(1))  # the first span that ends at or behind start
+        high = bisect.bisect_right(spans, stop, key=itemgetter(0))  # behind the last that begins at or before stop
+        if low < high:
+            start, stop = min(start, spans[low][0]), max(stop, spans[high - 1][1])
+        spans[low:high] = [(start, stop)]
+
+    def forget(self, output: int) -> None:
+        """Nothing of this file is done."""
+        self._spans.pop(output, None)
+
+    @property
+    def outputs(self) -> frozenset[int]:
+        """Files of which something is done."""
+        return frozenset(self._spans)
+
+    def nbytes(self, output: int) -> int:
+        """Bytes of a file that are done."""
+        return sum(b - a for a, b in self._spans.get(output, ()))
 
     def covers(self, output: int, start: int, stop: int) -> bool:
         """True when every byte of [start, stop) is done."""
-        spans = self._merged.get(output, [])
+        spans = self._spans.get(output, [])
         k = bisect.bisect_right(spans, start, key=itemgetter(0)) - 1
         return k >= 0 and stop <= spans[k][1]
 
     def missing(self, output: int, start: int, stop: int) -> tuple[int, int] | None:
         """The first gap within [start, stop), or None."""
         at = start
-        for a, b in self._merged.get(output, ()):
+        for a, b in self._spans.get(output, ()):
             if b <= at:
                 continue
             if a > at:
@@ -81,24 +108,15 @@ class DoneRanges:
         return None if at >= stop else (at, stop)
 
 
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    result: list[tuple[int, int]] = []
-    for a, b in sorted(spans):
-        if result and a <= result[-1][1]:
-            result[-1] = (result[-1][0], max(b, result[-1][1]))
-        else:
-            result.append((a, b))
-    return result
-
-
 @dataclass(frozen=True, slots=True)
 class JournalContent:
     """What a journal file says: `trusted` ranges are done, `doubtful` ones only if their checksum still holds.
 
-    `lines` counts r-lines, `nbytes` is the length of the part that is whole.
+    `lines` counts r-lines, `nbytes` is the length of the part that is whole. Only what no
+    sync covers is kept line by line: the journal of a terabyte stays small in memory.
     """
 
-    trusted: tuple[WrittenRange, ...]
+    trusted: DoneRanges
     doubtful: tuple[WrittenRange, ...]
     lines: int
     nbytes: int
@@ -106,36 +124,41 @@ class JournalContent:
 
 def read_journal(path: str) -> JournalContent:
     """Read a journal up to its first torn line; an absent file is an empty one."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read()
-    except FileNotFoundError:
-        text = b""
-    noted: list[tuple[int, int, WrittenRange]] = []  # (run, number of the r-line, range)
-    boots: list[bool] = [False]  # for each run: was it on this boot?
-    synced: list[int] = [0]  # for each run: how many r-lines are synced
+    trusted = DoneRanges()
+    doubtful: list[WrittenRange] = []
+    waiting: list[tuple[int, WrittenRange]] = []  # (number of the r-line, range) of the run, while no sync covers it
     count = good = 0
-    here = _boot_id()
-    for raw in text.splitlines(keepends=True):
+    here, this_boot = _boot_id(), False
+    for raw in _lines(path):
         body, _, check = raw.rstrip(b"\n").rpartition(b" ")
         if not raw.endswith(b"\n") or xxhash.xxh3_64_hexdigest(body).encode() != check:
             break
         good += len(raw)
         kind, *fields = body.decode("ascii").split(" ")
         if kind == "r":
-            run = len(boots) - 1
-            noted += [(run, count, _range(fields[k : k + _FIELDS])) for k in range(0, len(fields), _FIELDS)]
+            ranges = [_range(fields[k : k + _FIELDS]) for k in range(0, len(fields), _FIELDS)]
+            waiting += [(count, r) for r in ranges]
             count += 1
-        elif kind == "s":
-            synced[-1] = int(fields[0])
         elif kind == "b":
-            boots.append(fields == [here] and here != _UNKNOWN_BOOT)
-            synced.append(0)
+            doubtful += [r for _, r in waiting]
+            waiting = []
+            this_boot = fields == [here] and here != _UNKNOWN_BOOT
         elif kind == "x":
-            noted = [line for line in noted if line[2].output != int(fields[0])]
-    trusted = tuple(r for run, line, r in noted if boots[run] or line < synced[run])
-    doubtful = tuple(r for run, line, r in noted if not (boots[run] or line < synced[run]))
-    return JournalContent(trusted, doubtful, count, good)
+            lost = int(fields[0])
+            trusted.forget(lost)
+            waiting = [(k, r) for k, r in waiting if r.output != lost]
+            doubtful = [r for r in doubtful if r.output != lost]
+        durable = count if this_boot else int(fields[0]) if kind == "s" else 0
+        for _, r in (entry for entry in waiting if entry[0] < durable):
+            trusted.add(r)
+        if durable:
+            waiting = [entry for entry in waiting if entry[0] >= durable]
+    return JournalContent(trusted, (*doubtful, *(r for _, r in waiting)), count, good)
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        yield from file
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from typing import Protocol
 
 from merge_stream.engine.journal import DoneRanges, Journal, WrittenRange, checksum, read_journal
@@ -85,7 +84,7 @@ class DirectStaging:
             os.close(self._lock_fd)
             raise
         try:
-            self._done = DoneRanges(self._believed())
+            self._done = self._believed()
             self._lay_out()
         except BaseException:
             self._release()
@@ -131,7 +130,7 @@ class DirectStaging:
 
     def ranges(self) -> DoneRanges:
         """What the journal file holds now, read back from disk."""
-        return DoneRanges(read_journal(self._journal.path).trusted)
+        return read_journal(self._journal.path).trusted
 
     def close(self) -> None:
         """Stop the flusher, close files, release the lock."""
@@ -182,7 +181,7 @@ class DirectStaging:
         os.replace(path + ".new", path)
         return False
 
-    def _believed(self) -> Iterator[WrittenRange]:
+    def _believed(self) -> DoneRanges:
         """Ranges that are surely on disk; doubtful ones are read and compared with their checksum.
 
         What is noted about a file that is gone or has another size is struck out for good,
@@ -193,17 +192,18 @@ class DirectStaging:
             for number, output in enumerate(self._plan.outputs)
             if _size(os.path.join(self.model_dir, output.name)) == output.nbytes
         }
-        noted = {r.output for r in (*self._journal.before.trusted, *self._journal.before.doubtful)}
-        for number in sorted(noted - present):
+        done, doubtful = self._journal.before.trusted, self._journal.before.doubtful
+        for number in sorted((done.outputs | {r.output for r in doubtful}) - present):
             self._journal.forget(number)
-        yield from (r for r in self._journal.before.trusted if r.output in present)
-        for r in self._journal.before.doubtful:
+            done.forget(number)
+        for r in doubtful:
             if r.output in present and r.stop - r.start <= _LARGEST_RECHECK:
                 buffer = memoryview(bytearray(r.stop - r.start))
                 self.sink.read_into(self._plan.outputs[r.output].name, r.start, buffer)
                 if checksum(buffer) == r.checksum:
                     self._journal.record([r])
-                    yield r
+                    done.add(r)
+        return done
 
     def _lay_out(self) -> None:
         for output in self._plan.outputs:
