@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from merge_stream import __version__
 from merge_stream.architectures.base import ModelInfo
@@ -45,7 +46,6 @@ from merge_stream.errors import (
 )
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
-from merge_stream.output.hub import Pushed, PushTarget, push_folder
 from merge_stream.output.hugging_face import finish_folder
 from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder, find_model_folder
@@ -60,8 +60,10 @@ from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.parameter import Mapping
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import format_bytes
-from merge_stream.verification.check import check_folder
 from merge_stream.verification.verdict import compare_with_plan, verify
+
+if TYPE_CHECKING:
+    from merge_stream.output.hub import Pushed, PushTarget
 
 __all__ = [
     "Job",
@@ -174,9 +176,7 @@ def make_plan(
 
 
 def _memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
-    return plan_memory(
-        options.max_mem, workers=options.workers, compare=options.verify, fold=fold_bytes(named.folds)
-    )
+    return plan_memory(options.max_mem, workers=options.workers, compare=options.verify, fold=fold_bytes(named.folds))
 
 
 def _probe_ties(
@@ -398,6 +398,9 @@ def push(out: str | os.PathLike[str], target: PushTarget, *, quiet: bool = False
 
     HubError tells how to go on when the upload fails; `out` is never changed.
     """
+    from merge_stream.output.hub import push_folder
+    from merge_stream.verification.check import check_folder
+
     found = check_folder(out)
     broken = [finding for finding in found.findings if finding.severity == "error" and finding.about == "files"]
     if broken:

@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -200,6 +199,8 @@ def _keeps_own_readme(api: HfApi, repo: str, target: PushTarget, folder: str) ->
     revision = None if target.create_pr else target.revision
     if CARD_NAME not in api.list_repo_files(repo, revision=revision):
         return False
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="merge-stream-") as scratch:
         path = api.hf_hub_download(repo, CARD_NAME, revision=revision, local_dir=scratch)
         with open(path, encoding="utf-8", errors="replace") as file:
