@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from merge_stream.api import merge
 from merge_stream.engine.events import Phase, Progress, Warned
 from merge_stream.engine.executor import StopFlag
+from merge_stream.engine.fold import _multiply
 from merge_stream.engine.fold_norms import RowNorms, column_norms
 from merge_stream.errors import InterruptedRunError
 from merge_stream.options import LoraChoice, MergeOptions
@@ -79,6 +80,16 @@ def _run(ckpt: pathlib.Path, out: pathlib.Path, data: st.DataObject, stop: StopF
             merge(ckpt, out, options, observer=watch, stop=stop)
         except InterruptedRunError:
             assert after < 1 << 30
+
+
+@pytest.mark.parametrize("rank", [8, 192, 200, 256, 512])
+def test_products_of_large_ranks_are_near_those_of_torch(rank: int) -> None:
+    """Bit-equal with MKL on AVX-512; elsewhere torch itself sums in another order."""
+    generator = torch.Generator().manual_seed(rank)
+    a, b = torch.randn(rank, 1024, generator=generator), torch.randn(64, rank, generator=generator)
+    got = np.empty((64, 1024), np.float32)
+    _multiply(b.numpy(), a.numpy(), got)
+    assert np.allclose(got, (b @ a).numpy(), rtol=0, atol=1e-6 * rank)
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])

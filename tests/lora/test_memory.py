@@ -30,7 +30,9 @@ def test_peak_stays_below_the_projection(rank: int, dora: bool, max_mem: str, tm
     save_file(tensors, ckpt / "model.safetensors")
     (ckpt / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 16, "use_dora": dora}))
     tool = [sys.executable, "-m", "merge_stream", "merge", str(ckpt), str(tmp_path / "out")]
-    run = measure([*tool, "--no-config", "--layout", "as-is", "--lora", "merge", "--json", "--workers", "2", "--max-mem", max_mem])
+    run = measure(
+        [*tool, "--no-config", "--layout", "as-is", "--lora", "merge", "--json", "--workers", "2", "--max-mem", max_mem]
+    )
     assert run.returncode == 0, run.stderr
     memory = json.loads(run.stdout)["memory"]
     assert run.peak <= memory["projected"] <= memory["allowed"]
