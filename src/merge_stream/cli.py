@@ -10,12 +10,7 @@ mismatch, 4 memory or disk does not suffice, 5 input incomplete or corrupt, 130 
 from __future__ import annotations
 
 import difflib
-import errno
-import json
 import os
-import signal
-import sys
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from merge_stream import cli_options as opt
-from merge_stream.errors import DiskSpaceError, InterruptedRunError, MergeStreamError, OutputExistsError, UsageError
+from merge_stream.cli_frame import exit_code_of, full_disk, running, show
+from merge_stream.errors import OutputExistsError, UsageError
 
 if TYPE_CHECKING:
-    from merge_stream.console import Console
-    from merge_stream.engine.executor import StopFlag
     from merge_stream.output.hub import Pushed, PushTarget
 
 __all__ = ["app", "run"]
@@ -114,7 +108,7 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
     target = opt.push_target(given, repo)
     given["verify"] = given["verify"] or target is not None
     options = opt.merge_options(given, default_dtype="bf16" if verl.used else "keep")
-    with _run(given, options.max_mem) as (console, stop):
+    with running(given, options.max_mem) as (console, stop):
         for text in remarks:
             console.line(text)
         if target is not None:
@@ -122,21 +116,18 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
 
             prepare_push(target, out)
         from merge_stream.api import merge as do_merge
-        from merge_stream.inspection import committed_before
 
         opening = opt.open_options(given)
-        with _full_disk(out), _or_push(out, target):
-            report = committed_before(sources, out, options, opening=opening, observer=console, stop=stop) or do_merge(
-                sources, out, options, opening=opening, observer=console, stop=stop
-            )
+        with full_disk(out), _or_push(out, target):
+            report = do_merge(sources, out, options, opening=opening, observer=console, stop=stop)
     lines = [*(f"note: {n}" for n in report.notes), *report.lines()]
     if target is None:
-        _show(given, report.as_json(), lines)
+        show(given, report.as_json(), lines)
         return
     if not given["as_json"]:
-        _show(given, {}, lines)
+        show(given, {}, lines)
     pushed = _upload(out, target, given)
-    _show(given, {**report.as_json(), "pushed": pushed.as_json()}, pushed.lines())
+    show(given, {**report.as_json(), "pushed": pushed.as_json()}, pushed.lines())
 
 
 @contextmanager
@@ -151,24 +142,6 @@ def _or_push(out: str, target: PushTarget | None) -> Iterator[None]:
         raise OutputExistsError(error.message, hint=hint) from None
 
 
-@contextmanager
-def _full_disk(out: str) -> Iterator[None]:
-    """Tell that the disk of OUT is full, or a limit is met, as what it is."""
-    hints = {
-        errno.ENOSPC: "free some space; the same command continues where it stopped",
-        errno.EDQUOT: "the quota is used up: free some of it; the same command continues where it stopped",
-        errno.EFBIG: "raise the limit of file sizes (`ulimit -f`), choose a file system that allows larger files, or "
-        "lower --max-shard-size; with the limit raised, the same command continues where it stopped",
-    }
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in hints:
-            raise
-        msg = f"{out} could not be written: {(error.strerror or str(error)).lower()}"
-        raise DiskSpaceError(msg, hint=hints[error.errno]) from error
-
-
 def _one_repo(push_to_hub: str | None, hf_upload_path: str | None) -> str | None:
     if push_to_hub and hf_upload_path and push_to_hub != hf_upload_path:
         msg = f"--push-to-hub {push_to_hub} and --hf_upload_path {hf_upload_path} name two repositories"
@@ -177,7 +150,7 @@ def _one_repo(push_to_hub: str | None, hf_upload_path: str | None) -> str | None
 
 
 def _upload(out: str, target: PushTarget, given: dict[str, Any]) -> Pushed:
-    with _run(given, 0) as (console, _):
+    with running(given, 0) as (console, _):
         from merge_stream.api import push
         from merge_stream.engine.events import Phase
 
@@ -199,7 +172,7 @@ def push(out: str, repo: str, **given: Any) -> None:  # noqa: ANN401
     target = opt.push_target(given, repo)
     assert target is not None
     pushed = _upload(out, target, given)
-    _show(given, {"ok": True, **pushed.as_json()}, pushed.lines())
+    show(given, {"ok": True, **pushed.as_json()}, pushed.lines())
 
 
 @app.command(short_help="Is OUT a complete model that every engine loads?")
@@ -210,11 +183,11 @@ def check(out: str, **given: Any) -> None:  # noqa: ANN401
 
     Each finding names the loaders that refuse the model or misread it.
     """
-    with _run(given, 0):
+    with running(given, 0):
         from merge_stream.verification.check import check_folder
 
         found = check_folder(out)
-    _show({**given, "quiet": given["quiet"] and found.ok}, found.as_json(), found.lines())
+    show({**given, "quiet": given["quiet"] and found.ok}, found.as_json(), found.lines())
     if not found.ok:
         raise SystemExit(3)
 
@@ -226,16 +199,13 @@ def check(out: str, **given: Any) -> None:  # noqa: ANN401
 @opt.output
 def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     """Tell format, trainer, mesh, ranks, tensors and types of CKPT, from metadata alone."""
-    with _run(given, 0):
+    with running(given, 0):
         from merge_stream.inspection import describe
         from merge_stream.opening import open_checkpoint
 
         catalog = open_checkpoint([*paths, *given["inputs"]], opt.open_options(given))
         description = describe(catalog, every_tensor=given["tensors"] or given["as_json"])
-    if given["as_json"]:
-        _print_json(description.as_json())
-    else:
-        _print_lines(description.lines())
+    show({**given, "quiet": False}, description.as_json(), description.lines())
 
 
 @app.command(short_help="Dry run: what would be written, read and needed.")
@@ -253,15 +223,12 @@ def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
         msg = f"plan takes CKPT and, if it is to be checked too, OUT; got {len(paths)} paths"
         raise UsageError(msg)
     options = opt.merge_options(given, default_dtype="keep")
-    with _run(given, options.max_mem) as (console, stop):
+    with running(given, options.max_mem) as (console, stop):
         from merge_stream.inspection import forecast
 
         out = paths[1] if len(paths) == 2 else None
         result = forecast(sources, out, options, opening=opt.open_options(given), observer=console, stop=stop)
-    if given["as_json"]:
-        _print_json(result.as_json())
-    else:
-        _print_lines(result.lines())
+    show({**given, "quiet": False}, result.as_json(), result.lines())
 
 
 @app.command(short_help="Compare a model with a reference model or a checkpoint.")
@@ -311,7 +278,7 @@ def _verify(  # noqa: PLR0917 - one call's facts
     out: str, against: list[str], atol: float, rtol: float, given: dict[str, Any], remarks: Sequence[str] = ()
 ) -> None:
     max_mem = opt.memory_bound(given)
-    with _run(given, max_mem) as (console, stop):
+    with running(given, max_mem) as (console, stop):
         from merge_stream.api import verify as do_verify
         from merge_stream.engine.compare import Tolerance
 
@@ -329,118 +296,11 @@ def _verify(  # noqa: PLR0917 - one call's facts
             observer=console,
             stop=stop,
         )
-    if given["as_json"]:
-        _print_json(verdict.as_json())
-    elif not given["quiet"] or not verdict.ok:
-        _print_lines(verdict.lines())
+    show({**given, "quiet": given["quiet"] and verdict.ok}, verdict.as_json(), verdict.lines())
     if not verdict.ok:
         raise SystemExit(3)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command line; returns the exit code. The last place where an exception can arrive."""
-    as_json = "--json" in argv
-    try:
-        app.main(args=list(argv), prog_name="merge-stream", standalone_mode=False)
-    except click.exceptions.Exit as error:
-        return error.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
-        sys.stderr.write(error.format_message() + "\n")
-        return 2
-    except click.UsageError as error:
-        _complain(error.format_message(), _usage_hint(error, argv), 2, as_json)
-        return 2
-    except click.Abort:
-        return 130
-    except MergeStreamError as error:
-        _complain(error.message, error.hint, error.exit_code, as_json)
-        return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        _complain("interrupted; nothing was written", "", 130, as_json)
-        return 130
-    except SystemExit as error:
-        return int(error.code or 0)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _complain(f"{where}{error.strerror or error}", _os_hint(error), 1, as_json)
-        return 1
-    except MemoryError:
-        _complain(
-            "the system gave no more memory",
-            "lower --max-mem, or raise the limit of the process (ulimit -v)",
-            4,
-            as_json,
-        )
-        return 4
-    except Exception:  # noqa: BLE001 - no promise covers it: shown whole, and still one JSON object
-        traceback.print_exc()
-        _complain("merge-stream failed in a way it should not", "please report the lines above as a bug", 1, as_json)
-        return 1
-    return 0
-
-
-def _usage_hint(error: click.UsageError, argv: Sequence[str]) -> str:
-    ctx = error.ctx
-    command = ctx.command_path if ctx is not None else "merge-stream"
-    return f"see `{command} --help`" if argv else "see `merge-stream --help`"
-
-
-def _os_hint(error: OSError) -> str:
-    hints = {
-        errno.EACCES: "check the permissions of that file for this user",
-        errno.EPERM: "check the permissions of that file for this user",
-        errno.ENOSPC: "free some space; the same command continues where it stopped",
-        errno.EDQUOT: "the quota is used up; the same command continues where it stopped",
-        errno.EROFS: "choose an OUT on a disk that can be written",
-        errno.EIO: "the disk or its connection failed; the same command continues where it stopped",
-    }
-    return hints.get(error.errno or 0, "")
-
-
-def _complain(message: str, hint: str, code: int, as_json: bool) -> None:
-    sys.stderr.write(f"error: {message}\n" + (f"hint: {hint}\n" if hint else ""))
-    if as_json:
-        _print_json({"ok": False, "error": message, "hint": hint, "exit_code": code})
-
-
-def _show(given: dict[str, Any], value: dict[str, Any], lines: Sequence[str]) -> None:
-    """The result: one JSON object with --json, else lines, none with -q."""
-    if given["as_json"]:
-        _print_json(value)
-    elif not given["quiet"]:
-        _print_lines(lines)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, indent=1))
-
-
-def _print_lines(lines: Sequence[str]) -> None:
-    click.echo("\n".join(lines))
-
-
-@contextmanager
-def _run(given: dict[str, Any], allowed: int) -> Iterator[tuple[Console, StopFlag]]:
-    """Progress and signal handlers around one command's work."""
-    from merge_stream.console import Console
-    from merge_stream.engine.executor import StopFlag
-
-    stop = StopFlag()
-
-    def on_signal(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
-        stop.set(signal.Signals(number).name)
-        if not stop.working:
-            msg = f"stopped by {signal.Signals(number).name}"
-            raise InterruptedRunError(msg, hint="what was written before is kept; the same command continues it")
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with Console(quiet=given["quiet"], allowed=allowed) as console:
-            yield console, stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """Run a command line; returns the exit code."""
+    return exit_code_of(app, argv)

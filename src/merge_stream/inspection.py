@@ -12,20 +12,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from merge_stream.api import Job, check_disk, make_plan
-from merge_stream.engine.events import Observer, Warned
+from merge_stream.engine.events import Observer
 from merge_stream.engine.executor import StopFlag
-from merge_stream.engine.memory import peak_rss
 from merge_stream.errors import PlanMismatchError
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
-from merge_stream.output.place import OutputPlace, choose_place, finish_interrupted_commit, interrupted_commit
+from merge_stream.output.place import OutputPlace, choose_place
 from merge_stream.planning.plan import Plan
-from merge_stream.report import Report
 from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import format_bytes, format_duration
 
-__all__ = ["Description", "Forecast", "committed_before", "describe", "forecast"]
+__all__ = ["Description", "Forecast", "describe", "forecast"]
 
 _SAMPLE_BYTES = 32 << 20
 _SAMPLE_SECONDS = 0.5
@@ -196,54 +194,6 @@ def forecast(
         ignored=dict(catalog.ignored),
         warnings=job.warnings,
         notes=plan.notes,
-    )
-
-
-def committed_before(
-    paths: Sequence[str],
-    out: str,
-    options: MergeOptions,
-    *,
-    opening: OpenOptions,
-    observer: Observer,
-    stop: StopFlag,
-) -> Report | None:
-    """The report of this merge when an earlier run was killed with only renames left: they are made now.
-
-    None when there is no such run, or when it was another merge than this one.
-    """
-    fingerprint = interrupted_commit(out)
-    if not fingerprint:
-        return None
-    finish_interrupted_commit(out)
-    observer(Warned(f"an earlier run was ended while it moved the finished model to {out}; it is there now"))
-    job = make_plan(open_checkpoint(paths, opening), options, observer=observer, stop=stop)
-    plan = job.plan
-    if plan.fingerprint != fingerprint:
-        return None
-    return Report(
-        out=os.path.abspath(out),
-        format=job.catalog.format,
-        architecture=job.named.mapping.architecture,
-        fingerprint=plan.fingerprint,
-        dtype=job.options.dtype,
-        layout=job.options.layout,
-        tensors=len(plan.parameters),
-        files=[o.name for o in plan.outputs],
-        resumed_nbytes=plan.write_nbytes - sum(len(o.header) for o in plan.outputs),
-        output_nbytes=plan.write_nbytes,
-        memory={
-            "allowed": job.memory.allowed,
-            "projected": job.memory.projected,
-            "reserved": job.memory.reserved,
-            "peak": peak_rss(),
-        },
-        verified=["the run that wrote it had checked everything and was ended while it moved the model"],
-        warnings=job.warnings,
-        notes=plan.notes,
-        dropped=plan.dropped,
-        ignored=job.catalog.ignored,
-        side_files={f.name: f.origin for f in job.folder.side_files.files},
     )
 
 

@@ -1,0 +1,264 @@
+"""A planned merge: from a catalog to everything that is decided before the first byte.
+
+The second of the five steps of `api`: names, ties, element types, places, memory; and the
+checks of the target that need them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from merge_stream import __version__
+from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.lora import is_adapter_alone
+from merge_stream.architectures.precision import names_kept_wide
+from merge_stream.architectures.ties import absent_head
+from merge_stream.base_weights import refuse_without_base, with_base_weights
+from merge_stream.encodings.cast import Cast, encoding_for
+from merge_stream.engine.budget import MemoryBudget
+from merge_stream.engine.events import Observer, Silent
+from merge_stream.engine.executor import StopFlag
+from merge_stream.engine.fold import fold_bytes
+from merge_stream.engine.memory import MemoryPlan, metadata_ahead, plan_memory
+from merge_stream.engine.probe import Prober
+from merge_stream.errors import CorruptCheckpointError, DiskSpaceError, MergeStreamError
+from merge_stream.options import MergeOptions
+from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
+from merge_stream.output.model_info import ModelFolder, find_model_folder
+from merge_stream.output.place import OutputPlace
+from merge_stream.planning.naming import Named, name_parameters
+from merge_stream.planning.plan import Plan
+from merge_stream.planning.planner import Resolved
+from merge_stream.planning.planner import make_plan as place_parameters
+from merge_stream.planning.resolve import check_shards
+from merge_stream.storage.local import LocalSource
+from merge_stream.tensors.parameter import Mapping
+from merge_stream.tensors.ref import Catalog
+from merge_stream.units import format_bytes
+
+__all__ = ["Job", "card_facts", "check_disk", "make_plan", "memory_for"]
+
+
+@dataclass(slots=True)
+class Job:
+    """A planned merge: the plan, the model folder around it, and the options it was made with."""
+
+    catalog: Catalog
+    folder: ModelFolder
+    named: Named
+    plan: Plan
+    options: MergeOptions
+    encoding: Cast
+    memory: MemoryPlan
+    warnings: list[str] = field(default_factory=list)
+
+
+def make_plan(
+    catalog: Catalog,
+    options: MergeOptions | None = None,
+    *,
+    observer: Observer | None = None,
+    stop: StopFlag | None = None,
+) -> Job:
+    """Decide everything: names, ties, element types, places, memory. Reads tensor bytes only for the probe.
+
+    Raises what a merge would raise: an incomplete tensor, an unmapped name, a missing
+    config.json, a memory bound that is too small.
+    """
+    options, observer, stop = options or MergeOptions(), observer or Silent(), stop or StopFlag()
+    adapter_alone = is_adapter_alone(catalog)
+    if adapter_alone and options.lora.mode == "keep":
+        folder = ModelFolder(ModelInfo(None))  # OUT is nothing but the adapter
+    else:
+        if adapter_alone:
+            refuse_without_base(catalog, options.base_model)
+        folder = find_model_folder(catalog.config_dirs, options.base_model, write_config=options.write_config)
+        if adapter_alone:
+            catalog = with_base_weights(catalog, options.base_model, folder.info)
+    check_shards(catalog, catalog.tensors)
+    named = name_parameters(catalog, folder.info, options.layout, options.lora)
+    resolved = named.parameters
+    encoding = encoding_for(options.dtype)
+    memory = plan_memory(
+        options.max_mem,
+        workers=options.workers,
+        compare=True,
+        fold=fold_bytes(named.folds),
+        ahead=_ahead(options, named) + metadata_ahead(planned=len(resolved)),
+    )
+    budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
+    warnings: list[str] = []
+    with ExitStack() as stack:
+        source = LocalSource()
+        stack.callback(source.close)
+        prober = Prober(catalog, source, encoding, budget, memory.segment, observer, stop)
+        dropped, broken = _probe_ties(named.mapping, resolved, prober, warnings)
+        written_heads = _materialize(resolved, dropped, folder, options)
+        if options.check_replicas:
+            _probe_replicas(catalog, prober, options, warnings)
+    if broken and options.strict:
+        raise CorruptCheckpointError(
+            warnings[0], hint="without --strict both tensors are written and the tie is undone"
+        )
+    kept = [name for name in resolved if name not in dropped]
+    wide = names_kept_wide(kept, folder.info) if options.dtype in {"bf16", "fp16"} else frozenset[str]()
+    plan = place_parameters(
+        catalog,
+        [resolved[name] for name in kept],
+        encoding,
+        options,
+        adapter=named.adapter,
+        keep_wide=wide,
+        notes=(
+            *catalog.notes,
+            *named.mapping.notes,
+            *named.notes,
+            *folder.notes,
+            *_remarks(resolved, options),
+            *_wide_remark(wide, options),
+            *written_heads,
+        ),
+        dropped=dropped,
+        broken_ties=broken,
+        probe_nbytes=prober.read_nbytes,
+    )
+    del budget
+    memory = memory_for(options, named)
+    return Job(catalog, folder, named, plan, options, encoding, memory, warnings)
+
+
+def memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
+    """The bound of the run itself, once everything is planned."""
+    return plan_memory(
+        options.max_mem,
+        workers=options.workers,
+        compare=options.verify,
+        fold=fold_bytes(named.folds),
+        ahead=_ahead(options, named),
+    )
+
+
+def _ahead(options: MergeOptions, named: Named) -> int:
+    """What the finalizer's metadata will take once everything is planned."""
+    count = len(named.parameters)
+    return metadata_ahead(finished=count, compared=count if options.verify else 0)
+
+
+def _probe_ties(
+    mapping: Mapping, resolved: dict[str, Resolved], prober: Prober, warnings: list[str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(parameters to leave out with the reason, ties that config declares and the bytes deny)."""
+    dropped: dict[str, str] = {}
+    broken: list[str] = []
+    for tie in mapping.ties:
+        if not tie.by_config:
+            continue
+        if prober.same(tie.name, resolved[tie.name].source, resolved[tie.twin].source):
+            dropped[tie.name] = f"equal to {tie.twin}, and config.json ties them"
+        else:
+            broken.append(tie.name)
+            warnings.append(
+                f"config.json ties {tie.name} to {tie.twin}, but their values differ: both are written, "
+                "and tie_word_embeddings becomes false"
+            )
+    return dropped, tuple(broken)
+
+
+def _materialize(
+    resolved: dict[str, Resolved], dropped: dict[str, str], folder: ModelFolder, options: MergeOptions
+) -> list[str]:
+    """`--materialize-tied`: heads that would be left out, or are not there, are written; remarks about it."""
+    if not options.materialize_tied:
+        return []
+    if dropped:
+        heads = sorted(dropped)
+        dropped.clear()
+        return [f"{', '.join(heads)} is written although it is tied to the embedding (--materialize-tied)"]
+    pair = absent_head(resolved, folder.info)
+    if pair is None:
+        return ["--materialize-tied has no effect: no output head is tied to the embedding"]
+    head, twin = pair
+    resolved[head] = Resolved(replace(resolved[twin].parameter, name=head), resolved[twin].source)
+    return [f"{head} is written equal to {twin}, to which config.json ties it (--materialize-tied)"]
+
+
+def _probe_replicas(catalog: Catalog, prober: Prober, options: MergeOptions, warnings: list[str]) -> None:
+    for difference in prober.replica_differences(catalog.tensors):
+        text = f"replicas differ: {difference}; the copy of the lowest rank is written"
+        if options.strict:
+            raise CorruptCheckpointError(text, hint="without --strict the copy of the lowest rank is written")
+        warnings.append(text)
+
+
+def _remarks(resolved: dict[str, Resolved], options: MergeOptions) -> list[str]:
+    wide = sum(math.prod(r.parameter.shape) * 4 for r in resolved.values() if r.source.dtype.name == "F32")
+    whole = sum(math.prod(r.parameter.shape) * r.source.dtype.itemsize for r in resolved.values())
+    if options.dtype == "keep" and wide > whole // 2:
+        return [
+            (
+                f"the source is fp32; --dtype bf16 would write {format_bytes(whole - wide // 2)} "
+                f"instead of {format_bytes(whole)}"
+            )
+        ]
+    return []
+
+
+def _wide_remark(wide: frozenset[str], options: MergeOptions) -> list[str]:
+    return [f"{len(wide)} tensors keep their type under --dtype {options.dtype}: {min(wide)} ..."] if wide else []
+
+
+def card_facts(job: Job) -> CardFacts | None:
+    """What a model card may tell; None when none is wanted."""
+    if not (job.options.model_card and job.options.write_config):
+        return None
+    plan, catalog, folder = job.plan, job.catalog, job.folder
+    model = [p for p in plan.parameters if plan.outputs[p.output].in_model]
+    return CardFacts(
+        format=catalog.format,
+        facts=catalog.facts,
+        step=step_of(catalog.root),
+        fingerprint=plan.fingerprint,
+        version=__version__,
+        dtype=job.options.dtype,
+        dtypes=dict(sorted(Counter(p.dtype.name for p in plan.parameters).items())),
+        layout=job.options.layout,
+        lora=next((note for note in job.named.notes if "LoRA" in note), ""),
+        tensors=len(plan.parameters),
+        parameters=sum(p.size for p in plan.parameters),
+        nbytes=sum(p.nbytes for p in plan.parameters),
+        files=len(plan.outputs),
+        base_id=hub_id_of(folder.base_id, *config_names(folder.info.config, catalog.beside)),
+        base_readme=folder.base_readme,
+        adapter_only=not model,
+    )
+
+
+def check_disk(job: Job, place: OutputPlace) -> None:
+    """Refuse before the first byte when the disk has no room for what is still to be written."""
+    parent = place.out if place.inside else os.path.dirname(place.out)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        msg = f"{parent} is a file, so {place.out} cannot be made below it"
+        raise MergeStreamError(msg, hint="choose another OUT")
+    usage = shutil.disk_usage(parent)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        msg = f"{parent} is not writable for this user"
+        raise MergeStreamError(msg, hint="choose an OUT on a disk you may write to")
+    there = 0
+    for output in job.plan.outputs:
+        path = os.path.join(place.model_dir, output.name)
+        if os.path.exists(path):
+            there += os.stat(path).st_blocks * 512
+    needed = job.plan.write_nbytes + job.folder.side_files.nbytes - there
+    if needed > usage.free:
+        msg = f"{parent} has {format_bytes(usage.free)} free, the output needs {format_bytes(needed)}"
+        fewer = (
+            ", or write fewer bytes (--dtype bf16)" if any(p.dtype.itemsize > 2 for p in job.plan.parameters) else ""
+        )
+        raise DiskSpaceError(msg, hint=f"free some space, or choose another disk{fewer}")
