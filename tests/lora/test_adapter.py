@@ -274,3 +274,27 @@ def test_square_conv1d_without_settings_is_told_by_the_model_type(tmp_path: path
     merge(ckpt, tmp_path / "out", MergeOptions(lora=LoraChoice("merge", 6), layout="as-is"))
     got = read_model(tmp_path / "out")
     assert not differences(got, made.merged, got)
+
+
+def test_adapter_speaks_the_names_of_memory_and_the_base_those_of_its_repository(tmp_path: pathlib.Path) -> None:
+    """Qwen2.5-VL: `model.language_model.layers` in memory is `model.layers` in the repository."""
+    generator = torch.Generator().manual_seed(3)
+    weights = {
+        name: torch.randn(16, 16, generator=generator)
+        for name in ("model.layers.0.self_attn.q_proj.weight", "visual.merger.mlp.0.weight", "lm_head.weight")
+    }
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    adapter.mkdir()
+    save_file(weights, base / "model.safetensors")
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "tie_word_embeddings": False}))
+    at = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+    a, b = torch.randn(4, 16, generator=generator), torch.randn(16, 4, generator=generator)
+    save_file({f"{at}.lora_A.weight": a, f"{at}.lora_B.weight": b}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    merge(adapter, tmp_path / "out", MergeOptions(base_model=str(base)))
+    wanted = {**weights}
+    wanted["model.layers.0.self_attn.q_proj.weight"] = weights["model.layers.0.self_attn.q_proj.weight"] + b @ a * 2.0
+    got = read_model(tmp_path / "out")
+    assert set(got) == set(wanted)
+    assert not differences(got, wanted, wanted)
