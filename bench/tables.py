@@ -36,7 +36,9 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     for key, value in result["machine"].items():
         yield f"| {key} | {value} |"
     yield f"| resident after imports, MB | {_imports(result['imports'])} |"
-    yield f"| outputs of all ways | {'equal, byte for byte' if result['outputs equal'] else 'NOT EQUAL'} |"
+    yield f"| outputs of all ways | {'equal, byte for byte' if not result['faults'] else '**see below**'} |"
+    for fault in result["faults"]:
+        yield f"\n**{fault.splitlines()[0]}**"
     for experiment in result["experiments"]:
         yield ""
         yield f"### {experiment['title']}, {experiment['cache']}"
