@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -14,11 +13,10 @@ from typing import Any
 from merge_stream.api import Job, check_disk, make_plan
 from merge_stream.engine.events import Observer
 from merge_stream.engine.executor import StopFlag
-from merge_stream.errors import PlanMismatchError
+from merge_stream.engine.staging import belongs_to
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
-from merge_stream.output.place import OutputPlace, choose_place
-from merge_stream.planning.plan import Plan
+from merge_stream.output.place import choose_place
 from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import format_bytes, format_duration
@@ -166,7 +164,7 @@ def forecast(
     target = os.getcwd()
     if place is not None:
         if not options.restart:
-            _check_partial(place, job.plan)
+            belongs_to(place.work, job.plan)
         check_disk(job, place)
         target = place.out
     while not os.path.exists(target):
@@ -195,26 +193,6 @@ def forecast(
         warnings=job.warnings,
         notes=plan.notes,
     )
-
-
-def _check_partial(place: OutputPlace, plan: Plan) -> None:
-    """Refuse where a merge would: the partial folder was begun with other sources or options."""
-    path = os.path.join(place.work, "plan.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)["identity"]
-    except FileNotFoundError:
-        return
-    except (ValueError, KeyError, TypeError):
-        found = {"plan.json": "unreadable"}
-    wanted = dict(plan.identity)
-    other = [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
-    if other:
-        msg = (
-            f"{place.work} belongs to another run: {other[0]} was {found.get(other[0], 'not there')}, "
-            f"now {wanted.get(other[0], 'not there')}"
-        )
-        raise PlanMismatchError(msg, hint="give the same options to continue it, or --restart to begin anew")
 
 
 def _count(number: int, word: str, words: str = "") -> str:

@@ -29,8 +29,9 @@ from merge_stream.planning.plan import Plan, fingerprint_of
 from merge_stream.storage.base import ByteSink
 from merge_stream.storage.local import LocalSink
 
-__all__ = ["DirectStaging", "StagingArea"]
+__all__ = ["DirectStaging", "StagingArea", "belongs_to"]
 
+_PLAN = "plan.json"
 _FLUSH_BYTES = 64 << 20
 _MOST_UNSYNCED = 4 * _FLUSH_BYTES
 _LARGEST_RECHECK = 16 << 20
@@ -64,6 +65,27 @@ class StagingArea(Protocol):
     def close(self) -> None:
         """Let go of files and locks; everything noted stays for a resume."""
         ...
+
+
+def belongs_to(work: str, plan: Plan) -> bool:
+    """True when the partial folder `work` was begun by this plan, False when by none.
+
+    PlanMismatchError, with the first difference, when it was begun by another one.
+    """
+    wanted = dict(plan.identity)
+    try:
+        with open(os.path.join(work, _PLAN), encoding="utf-8") as file:
+            found = dict(json.load(file)["identity"])
+    except FileNotFoundError:
+        return False
+    except (ValueError, KeyError, TypeError):
+        found = {_PLAN: "unreadable"}
+    other = [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
+    if other:
+        was, now = (side.get(other[0], "not there") for side in (found, wanted))
+        msg = f"{work} belongs to another run: {other[0]} was {was}, now {now}"
+        raise PlanMismatchError(msg, hint="give the same options to continue it, or --restart to begin anew")
+    return True
 
 
 class DirectStaging:
@@ -153,26 +175,13 @@ class DirectStaging:
 
     def _claim(self) -> bool:
         """Write plan.json, or compare with the one that is there; True when this resumes."""
-        path = os.path.join(self.work, "plan.json")
-        wanted = dict(self._plan.identity)
-        try:
-            with open(path, encoding="utf-8") as file:
-                found = dict(json.load(file)["identity"])
-        except FileNotFoundError:
-            found = None
-            self._wipe()  # what is there belongs to no plan: an earlier wipe was cut off
-        except (ValueError, KeyError, TypeError):
-            found = {"plan.json": "unreadable"}
+        path = os.path.join(self.work, _PLAN)
+        if belongs_to(self.work, self._plan):
+            os.makedirs(self.model_dir, exist_ok=True)
+            return True
+        self._wipe()  # what is there belongs to no plan: an earlier wipe was cut off
         os.makedirs(self.model_dir, exist_ok=True)
-        if found is not None:
-            if found == wanted:
-                return True
-            name = next(k for k in sorted({*wanted, *found}) if wanted.get(k) != found.get(k))
-            msg = (
-                f"{self.work} belongs to another run: {name} was {found.get(name, 'not there')}, "
-                f"now {wanted.get(name, 'not there')}"
-            )
-            raise PlanMismatchError(msg, hint="give the same options to continue it, or --restart to begin anew")
+        wanted = dict(self._plan.identity)
         document = {"fingerprint": fingerprint_of(wanted), "identity": wanted}
         with open(path + ".new", "w", encoding="utf-8") as file:
             json.dump(document, file, indent=1)
