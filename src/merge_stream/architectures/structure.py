@@ -7,9 +7,11 @@ out. Configs of vision models keep the text model's numbers in a nest (`text_con
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
@@ -21,6 +23,7 @@ __all__ = ["TEXT_NESTS", "check_structure", "layer_of", "text_configs", "text_va
 Ints = tuple[int, ...]
 
 TEXT_NESTS = ("text_config", "llm_config", "language_config", "thinker_config")
+_SHOWN = 5
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model", "n_embed")
 _LAYER = re.compile(
@@ -89,10 +92,11 @@ def _check_layers(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
     keys = ("num_layers", *_LAYERS) if model.model_type == "longcat_flash" else _LAYERS  # two attentions in a layer
     wanted = text_value(config, *keys)
     count = max(there) + 1 if wanted is None else wanted
-    missing = [n for n in range(count) if n not in there]
-    if missing:
+    lost = max(count - sum(n < count for n in there), 0)
+    if lost:
+        missing = list(islice((n for n in itertools.count() if n not in there), min(lost, _SHOWN)))
         says = f"{_where(model)} says {wanted} layers" if wanted is not None else f"the highest layer is {max(there)}"
-        msg = f"{_listed([stem + str(n) for n in missing])} missing: {says}, the checkpoint holds {len(there)}"
+        msg = f"{_listed([stem + str(n) for n in missing], lost)} missing: {says}, the checkpoint holds {len(there)}"
         raise IncompleteShardsError(msg, hint=_ALL_SHARDS + (f"; or {_NO_CONFIG}" if wanted is not None else ""))
     spare = text_value(config, "num_nextn_predict_layers", "num_mtp_layers") or 0
     if wanted is not None and max(there) >= wanted + spare:
@@ -171,8 +175,8 @@ def _notes_on_labels(shapes: Mapping[str, Ints], model: ModelInfo) -> Iterator[s
             yield f"{name} has {shape[0]} rows, but {_where(model)} says {labels} labels"
 
 
-def _listed(names: list[str]) -> str:
-    first = ", ".join(names[:5])
-    return (
-        f"{first} and {len(names) - 5} more are" if len(names) > 5 else first + (" is" if len(names) == 1 else " are")
-    )
+def _listed(names: list[str], count: int = 0) -> str:
+    """The first names of `count` (all of them unless told), and a verb. A config may claim any number of layers."""
+    count = count or len(names)
+    first = ", ".join(names[:_SHOWN])
+    return f"{first} and {count - _SHOWN} more are" if count > _SHOWN else first + (" is" if count == 1 else " are")

@@ -20,6 +20,9 @@ from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 
 __all__ = ["check_shards", "resolve", "split_leading_dim"]
 
+_LARGEST_OF_NOTHING = 1 << 24
+"""Rules that unstack a tensor look at each index of a dim, so an empty tensor may not claim 10**18 of them."""
+
 
 def check_shards(catalog: Catalog, names: Iterable[str]) -> None:
     """Raise unless the shards of each named tensor tile it exactly and lie inside their files.
@@ -31,6 +34,9 @@ def check_shards(catalog: Catalog, names: Iterable[str]) -> None:
     for name in names:
         tensor = catalog.tensors[name]
         table = tensor.shards
+        if not tensor.size and max(tensor.shape, default=0) > _LARGEST_OF_NOTHING:
+            msg = f"{name} has the shape {list(tensor.shape)}: no elements, and a dim that no model has"
+            raise CorruptCheckpointError(msg, hint="the file is damaged: copy it again")
         fault = tiling_fault(tensor.shape, table.start, table.stop)
         if fault is not None:
             where = f"{name} {list(tensor.shape)} {tensor.dtype}: {fault}; {_holders(catalog, tensor)}"
