@@ -124,6 +124,8 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
     job, staging, place = staged.job, staged.staging, staged.place
     try:
         verified = ["every output byte has a known source range", "each written range is journaled with its checksum"]
+        if job.options.check_replicas:
+            verified.append("stored copies of the same data were compared")
         observer(Phase("finishing"))
         written = finish_folder(job.plan, staging, job.folder, job.named.adapter_config, card_facts(job))
         verified.append("headers, index and sizes were read back")

@@ -193,7 +193,7 @@ def check(out: str, **given: Any) -> None:  # noqa: ANN401
 
 
 @app.command(short_help="Tell what a checkpoint is and holds.")
-@click.argument("paths", nargs=-1, required=True, metavar="CKPT")
+@click.argument("paths", nargs=-1, metavar="CKPT")
 @opt.opening
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @opt.output
@@ -203,6 +203,8 @@ def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
         from merge_stream.inspection import describe
         from merge_stream.opening import open_checkpoint
 
+        if not paths and not given["inputs"]:
+            raise UsageError("inspect takes CKPT, a checkpoint's folder", hint="merge-stream inspect CKPT")
         catalog = open_checkpoint([*paths, *given["inputs"]], opt.open_options(given))
         description = describe(catalog, every_tensor=given["tensors"] or given["as_json"])
     show({**given, "quiet": False}, description.as_json(), description.lines())
@@ -266,7 +268,11 @@ def verify(out: str, against: tuple[str, ...], atol: float, rtol: float, **given
 @click.option("--base-model", metavar="DIR", help="Folder with config.json for a checkpoint that has none.")
 @opt.output
 def test(**given: Any) -> None:  # noqa: ANN401
-    """Compare the checkpoint --local-dir with the model --test-hf-dir (verl's spelling of verify)."""
+    """Compare a checkpoint with a model, in verl's words.
+
+    test --backend fsdp --local_dir CKPT --test_hf_dir REF does what `verify REF --against
+    CKPT` does.
+    """
     verl, remarks = opt.verl_options(given)
     if verl.local_dir is None or verl.test_hf_dir is None:
         msg = "test needs --local_dir CKPT and --test_hf_dir REF"

@@ -135,6 +135,7 @@ verl = _all(
     click.option("--target-dir", hidden=True),
     click.option("--test-hf-dir", hidden=True),
     click.option("--hf-upload-path", hidden=True),
+    click.option("--hf-model-path", hidden=True),
     click.option("--use-cpu-initialization", is_flag=True, hidden=True),
     click.option("--tie-word-embedding", is_flag=True, hidden=True),
     click.option("--is-value-model", is_flag=True, hidden=True),

@@ -81,7 +81,7 @@ def describe(catalog: Catalog, *, every_tensor: bool) -> Description:
     return Description(
         format=catalog.format,
         root=catalog.root,
-        facts=catalog.facts,
+        facts={**catalog.facts, **_lora_facts(catalog)},
         tensor_count=len(catalog.tensors),
         nbytes=catalog.nbytes,
         parameters=sum(t.size for t in tensors),
@@ -94,6 +94,11 @@ def describe(catalog: Catalog, *, every_tensor: bool) -> Description:
         config_dirs=catalog.config_dirs,
         tensors={t.name: (t.dtype.name, t.shape, len(t.shards)) for t in tensors} if every_tensor else {},
     )
+
+
+def _lora_facts(catalog: Catalog) -> dict[str, str | int]:
+    count = sum(".lora_" in name for name in catalog.tensors)
+    return {"LoRA": f"{count} tensors of adapters; a merge folds them (--lora)"} if count else {}
 
 
 @dataclass(slots=True)

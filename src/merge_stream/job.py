@@ -191,7 +191,9 @@ def _probe_replicas(catalog: Catalog, prober: Prober, options: MergeOptions, war
     for difference in prober.replica_differences(catalog.tensors):
         text = f"replicas differ: {difference}; the copy of the lowest rank is written"
         if options.strict:
-            raise CorruptCheckpointError(text, hint="without --strict the copy of the lowest rank is written")
+            raise CorruptCheckpointError(
+                f"replicas differ: {difference}", hint="without --strict the copy of the lowest rank is written"
+            )
         warnings.append(text)
 
 

@@ -140,7 +140,7 @@ _LATER = (
 def _refuse_later_formats(tree: LocalTree) -> None:
     """Checkpoints that are recognised, and that this version does not merge."""
     for pattern, trainer in _LATER:
-        name = next((n for n in tree.files if pattern.fullmatch(n)), None)
+        name = next((n for n in tree.files if n.count("/") <= _DEPTH and pattern.fullmatch(n)), None)
         if name is not None:
             msg = f"{tree.label} is a {trainer} checkpoint (it holds {name}), which this version does not merge"
             raise UnsupportedError(msg, hint="this version merges the PyTorch family: FSDP, TP and EP meshes, DCP")

@@ -25,6 +25,7 @@ class VerlOptions:
     target_dir: str | None = None
     test_hf_dir: str | None = None
     hf_upload_path: str | None = None
+    hf_model_path: str | None = None
     private: bool = False
     use_cpu_initialization: bool = False
     tie_word_embedding: bool = False
@@ -38,6 +39,7 @@ class VerlOptions:
 
 
 _MEANINGLESS = {
+    "hf_model_path": "config and tokenizer are those beside the shards; --base-model DIR gives what they lack",
     "use_cpu_initialization": "no model is ever built here, so there is nothing to initialise",
     "tie_word_embedding": "ties are found from config.json and proved from the bytes",
     "is_value_model": "value heads are recognised by their tensors",

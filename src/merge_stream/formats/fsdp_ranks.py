@@ -26,7 +26,13 @@ import numpy as np
 
 from merge_stream.containers.pickle_reader import described, dotted_name
 from merge_stream.containers.torch_file import TorchFile, open_torch_file
-from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnknownFormatError, UnsupportedError
+from merge_stream.errors import (
+    CorruptCheckpointError,
+    IncompleteShardsError,
+    UnknownFormatError,
+    UnsupportedError,
+    UsageError,
+)
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
 from merge_stream.formats._mesh_groups import GroupResolver
 from merge_stream.formats._names import noise_kind
@@ -301,6 +307,9 @@ def _require_ranks(tree: ByteTree, chosen: RankSet, index: RankIndex) -> None:
 def _facts(chosen: RankSet, index: RankIndex, options: OpenOptions, forms: set[str]) -> dict[str, str | int]:
     names = options.mesh_dim_names
     meshes = sorted(index.meshes, key=lambda mesh: (-len(mesh.ranks), mesh.ranks))
+    if names and meshes and all(len(names) != len(mesh.shape) for mesh in meshes):
+        msg = f"--mesh-dim-names gives {len(names)} names, but the device mesh is {meshes[0]}"
+        raise UsageError(msg, hint="give one name for each dim of the mesh, outermost first")
     shown = {str(replace(mesh, names=names) if len(names) == len(mesh.shape) else mesh): None for mesh in meshes}
     writers = sorted({mesh.writer for mesh in meshes})
     version = chosen.fsdp_version or (1 if index.kinds["ShardedTensor"] else 0)

@@ -93,6 +93,8 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
         own = [listings[folder] for folder in (with_config[:1] or folders)]
         same = base_folder in (with_config[:1] or folders)
         side_files = plan_side_files(own, base_listing if base_folder and not same else None)
+        if base_folder and with_config and not same:
+            notes.append("config and side files are the checkpoint's own; --base-model gives names, and what it lacks")
     info = ModelInfo(config, config_path, base_tensors)
     readme = base_listing["README.md"].path if "README.md" in base_listing else ""
     return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes), base.name, readme)
@@ -134,7 +136,8 @@ def _base(base_model: str | None) -> _Base:
 
 def _refuse_without_config(config_dirs: Sequence[str], base_folder: str) -> None:
     looked = ", ".join(dict.fromkeys([*config_dirs, *([base_folder] if base_folder else [])]))
-    msg = "the checkpoint has no config.json" + (f" (looked in {looked})" if looked else "")
+    where = f"(looked in {looked})" if looked else "beside the shards or in huggingface/"
+    msg = f"the checkpoint has no config.json {where}"
     raise CheckpointError(
         msg,
         hint="pass `--base-model DIR` with the config.json and tokenizer of the model that was trained, "

@@ -119,7 +119,7 @@ def _listed(root: str) -> Iterator[tuple[str, FileEntry]]:
         try:
             entries = list(os.scandir(folder))
         except PermissionError:
-            if depth == 0:
+            if depth == 0 or os.path.basename(folder) == "huggingface":
                 raise
             continue
         for item in entries:

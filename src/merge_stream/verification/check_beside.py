@@ -16,7 +16,7 @@ _TOKENIZERS = re.compile(
 )
 _JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "preprocessor_config.json", "processor_config.json")
 _ENGINES = "vLLM, SGLang, TGI, llama.cpp"
-_COPY = "copy it from the base model, or merge with --base-model"
+_COPY = "copy it from the base model; a merge takes from --base-model what the checkpoint itself lacks"
 
 
 def check_beside(folder: CheckedFolder) -> Iterator[Finding]:

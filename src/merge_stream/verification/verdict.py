@@ -16,6 +16,7 @@ from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.families import TIE_NAMES
 from merge_stream.architectures.lora import PREFIX, holds_lora, is_adapter_alone
 from merge_stream.architectures.lora_base import beside
+from merge_stream.architectures.ties import tied_by_config
 from merge_stream.base_weights import refuse_without_base, with_base_weights
 from merge_stream.containers.safetensors_file import read_header
 from merge_stream.encodings.base import Encoding
@@ -140,7 +141,7 @@ def verify(
     lora = lora or LoraChoice()
     if has_adapter and lora.mode is None and holds_lora(reference):
         lora = LoraChoice("keep", lora.alpha)
-        verdict.notes.append("compared as kept: the model has a lora_adapter (--lora both: folded, and kept too)")
+        verdict.notes.append("compared as kept, for the model has a lora_adapter; if it is folded too: --lora both")
     if is_adapter_alone(reference) and lora.mode != "keep":
         refuse_without_base(reference, base_model)
         reference = with_base_weights(reference, base_model, _model_info(model, reference, base_model))
@@ -175,6 +176,9 @@ def verify(
 
 def _opened(out: str | os.PathLike[str]) -> tuple[Catalog, bool]:
     """The model with the adapter that was kept beside it, and whether there is one."""
+    if not os.path.isdir(out):
+        msg = f"the model folder {os.fspath(out)} is not there"
+        raise UnknownFormatError(msg, hint="verify MODEL_FOLDER --against REFERENCE_OR_CHECKPOINT")
     kept = os.path.join(out, "lora_adapter")
     if not os.path.isfile(os.path.join(kept, "adapter_model.safetensors")):
         return open_checkpoint([out], OpenOptions(format="hugging_face")), False
@@ -220,22 +224,37 @@ def _wanted(
     """What the model should hold, by name; drops a tied head that the model rightly left out."""
     if named is None:
         whole = [identity(name, tensor.shape) for name, tensor in reference.tensors.items()]
-        return {p.name: Resolved(p, resolve(reference, p)) for p in whole}
+        wanted = {p.name: Resolved(p, resolve(reference, p)) for p in whole}
+        _allow_tied_head(model, wanted, prober, verdict)
+        return wanted
     wanted = dict(named.parameters) | {r.parameter.name: r for r in named.adapter}
-    for tie in named.mapping.ties:
-        absent = tie.name not in model.tensors and tie.twin in model.tensors
-        if absent and prober.same(tie.name, wanted[tie.name].source, wanted[tie.twin].source):
-            del wanted[tie.name]
-            verdict.notes.append(f"{tie.name} is left out of the model, rightly: it is equal to {tie.twin}")
-    for head, twin in TIE_NAMES:
-        if head in model.tensors and head not in wanted and twin in wanted:  # --materialize-tied
-            wanted[head] = replace(wanted[twin], parameter=replace(wanted[twin].parameter, name=head))
-            verdict.notes.append(f"{head} is not in the checkpoint; compared with {twin}, to which it is tied")
+    _allow_tied_head(model, wanted, prober, verdict)
     return wanted
 
 
-def _model_info(model: Catalog, reference: Catalog, base_model: str | None) -> ModelInfo:
-    for dirs in (reference.config_dirs, model.config_dirs):
+def _allow_tied_head(model: Catalog, wanted: dict[str, Resolved], prober: Prober, verdict: Verdict) -> None:
+    """A head that only one side has is right when the model's config ties it and it is the embedding."""
+    if not tied_by_config(_model_info(model, prober.catalog, None, own_first=True)):
+        return
+    for head, twin in TIE_NAMES:
+        if twin not in model.tensors or twin not in wanted:
+            continue
+        if head in model.tensors and head not in wanted:  # --materialize-tied
+            wanted[head] = replace(wanted[twin], parameter=replace(wanted[twin].parameter, name=head))
+            verdict.notes.append(f"{head} is not in the reference; compared with {twin}, to which it is tied")
+        elif head in wanted and head not in model.tensors and _equal(head, twin, wanted, prober):
+            del wanted[head]
+            verdict.notes.append(f"{head} is left out of the model, rightly: it is equal to {twin}")
+
+
+def _equal(head: str, twin: str, wanted: dict[str, Resolved], prober: Prober) -> bool:
+    return prober.same(head, wanted[head].source, wanted[twin].source)
+
+
+def _model_info(model: Catalog, reference: Catalog, base_model: str | None, *, own_first: bool = False) -> ModelInfo:
+    """What is known of the model: from the reference's config or, where it has none, the model's own."""
+    order = (model, reference) if own_first else (reference, model)
+    for dirs in (catalog.config_dirs for catalog in order):
         try:
             return find_model_folder(dirs, base_model, write_config=True).info
         except CheckpointError:
