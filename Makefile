@@ -6,10 +6,12 @@
 #                 make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   TORCH     the torch that is installed first, so that pip does not choose the newest CUDA build by
 #             itself. Local wheels that pip's configuration points at (`find-links`) are taken too.
+#   NIGHTLY   the folder of `make nightly`'s environments: a vLLM for CPUs, two versions of transformers (4 GB)
 PYTHON   ?= python3
 PIP_ARGS ?=
 TORCH    ?= torch==2.13.0
 JOBS     ?= 2
+NIGHTLY  ?= $(HOME)/.cache/merge-stream-nightly
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -17,7 +19,7 @@ STAMP := $(VENV)/.installed
 FAST  := not slow and not real and not memory and not crash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint crash bench bench-smoke docs clean
+.PHONY: help demo test check lint crash bench bench-smoke nightly docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -53,6 +55,11 @@ bench: $(STAMP)  ## merge-stream against the floor, the in-memory way and torch'
 
 bench-smoke: $(STAMP)  ## the same on a small checkpoint: does every contender still run?
 	$(BIN)/python -m bench.compare --smoke
+
+nightly: $(STAMP)  ## do merged models load? in transformers 4.57 and 5.24, and in a real vLLM (CPU)
+	$(BIN)/python -m tests.nightly.environments $(NIGHTLY) $(PIP_ARGS)
+	$(BIN)/python -m tests.families.load_merged --tf5 $(NIGHTLY)/tf5 --tf4 $(NIGHTLY)/tf4 --more $(NIGHTLY)/tfs
+	$(BIN)/python -m tests.nightly.vllm_cpu --python $(NIGHTLY)/vllm/bin/python
 
 docs: $(STAMP)  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

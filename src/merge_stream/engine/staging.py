@@ -73,19 +73,34 @@ def belongs_to(work: str, plan: Plan) -> bool:
     PlanMismatchError, with the first difference, when it was begun by another one.
     """
     wanted = dict(plan.identity)
+    before: list[object] = []
     try:
         with open(os.path.join(work, _PLAN), encoding="utf-8") as file:
-            found = dict(json.load(file)["identity"])
+            document = json.load(file)
+        found = dict(document["identity"])
+        before = list(document.get("files", ()))
     except FileNotFoundError:
         return False
     except (ValueError, KeyError, TypeError):
         found = {_PLAN: "unreadable"}
+    changed = [name for name in _changed_files(plan, before) if found != wanted]
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        msg = f"{work} was begun with other source files: {changed[0]}{more} changed since (size or time of change)"
+        raise PlanMismatchError(msg, hint="--restart begins anew with the files as they are now")
     other = [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
     if other:
         was, now = (side.get(other[0], "not there") for side in (found, wanted))
         msg = f"{work} belongs to another run: {other[0]} was {was}, now {now}"
         raise PlanMismatchError(msg, hint="give the same options to continue it, or --restart to begin anew")
     return True
+
+
+def _changed_files(plan: Plan, before: list[object]) -> list[str]:
+    """Names of source files that an earlier run saw with another size or time of change."""
+    now = {f.name: (f.nbytes, f.mtime_ns) for f in plan.files}
+    known = {str(entry[0]): tuple(entry[1:]) for entry in before if isinstance(entry, list) and entry}
+    return sorted(name for name in now if name in known and known[name] != now[name])
 
 
 class DirectStaging:
@@ -182,7 +197,8 @@ class DirectStaging:
         self._wipe()  # what is there belongs to no plan: an earlier wipe was cut off
         os.makedirs(self.model_dir, exist_ok=True)
         wanted = dict(self._plan.identity)
-        document = {"fingerprint": fingerprint_of(wanted), "identity": wanted}
+        files = [[f.name, f.nbytes, f.mtime_ns] for f in self._plan.files]
+        document = {"fingerprint": fingerprint_of(wanted), "identity": wanted, "files": files}
         with open(path + ".new", "w", encoding="utf-8") as file:
             json.dump(document, file, indent=1)
             file.flush()
