@@ -38,7 +38,7 @@ from merge_stream.output.place import (
 )
 from merge_stream.planning.plan import Plan
 from merge_stream.report import Report
-from merge_stream.storage.local import LocalSource
+from merge_stream.storage.local import LocalSource, time_of_change
 from merge_stream.verification.verdict import compare_with_plan, verify
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def _check_sources(plan: Plan) -> None:
     for file in plan.files:
         try:
             info = os.stat(file.path)
-            same = (info.st_size, info.st_mtime_ns) == (file.nbytes, file.mtime_ns)
+            same = (info.st_size, time_of_change(info)) == (file.nbytes, file.mtime_ns)
         except OSError:
             same = False
         if not same:

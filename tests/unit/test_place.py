@@ -290,3 +290,32 @@ class TestInterruptedSwap:
         assert finish_interrupted_commit(out)
         assert files(out) == MODEL
         assert files(Path(f"{out}.old")) == {"precious": "1"}
+
+
+class TestFoldersOfTheUser:
+    """Names that a run needs, and that somebody else uses: refused, never emptied."""
+
+    def test_a_partial_folder_of_the_user(self, tmp_path: Path) -> None:
+        (tmp_path / "out.partial").mkdir()
+        (tmp_path / "out.partial/thesis").write_text("years of work")
+        with pytest.raises(OutputExistsError, match="thesis"):
+            choose_place(tmp_path / "out", overwrite=False)
+        assert (tmp_path / "out.partial/thesis").read_text() == "years of work"
+
+    def test_a_partial_folder_that_is_a_link(self, tmp_path: Path) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "out.partial").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(OutputExistsError, match="not a folder of an interrupted run"):
+            choose_place(tmp_path / "out", overwrite=False)
+
+    @pytest.mark.parametrize("name", ["train.py", "thesis.docx", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
+    def test_overwrite_spares_what_is_no_model_file(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "out").mkdir()
+        for file in ("config.json", "model.safetensors", name):
+            (tmp_path / "out" / file).write_text("x")
+        with pytest.raises(OutputExistsError, match=name):
+            choose_place(tmp_path / "out", overwrite=True)
+
+    def test_a_name_that_leaves_no_room_for_the_partial_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="bytes"):
+            choose_place(tmp_path / ("x" * 240), overwrite=False)

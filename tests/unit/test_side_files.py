@@ -114,10 +114,11 @@ def test_modes_are_those_of_the_umask(tmp_path: Path) -> None:
 
 
 def test_links_to_files_are_followed_and_to_folders_not(tmp_path: Path) -> None:
-    blobs = folder(tmp_path / "blobs", "abc", text="the tokenizer")
-    folder(tmp_path / "secret", "key.txt")
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
+    blobs = folder(tmp_path / "models--a--b/blobs", "abc", text="the tokenizer")
+    secret = folder(tmp_path / "secret", "key.txt")
+    snapshot = tmp_path / "models--a--b/snapshots/main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "NOTICE").symlink_to(secret / "key.txt")  # would carry any file of the user's to the Hub
     (snapshot / "tokenizer.json").symlink_to(blobs / "abc")
     (snapshot / "additional_chat_templates").symlink_to(tmp_path / "secret")
     (snapshot / "gone.json").symlink_to(tmp_path / "nowhere")

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,18 @@ __all__ = ["OutputPlace", "choose_place", "commit", "finish_interrupted_commit",
 _MARK = ".committing"
 _INNER = ".merge-stream"
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".ckpt")
+_LONGEST_NAME = 255 - len(".partial.committing.new")
+_WORK_FILES = {"lock", "plan.json", "plan.json.new", "journal", "model"}
+# what stands beside weights in a finished model: anything else is somebody's work
+_MODEL_FILE = re.compile(
+    r".*\.(safetensors|index\.json|jinja|tiktoken|model|spm)"
+    r"|(config|generation_config|adapter_config|.*tokenizer.*|special_tokens_map|added_tokens|vocab|chat_template"
+    r"|.*processor.*|.*preprocessor.*|quantize_config|quant_config|hf_quant_config|quantization_config|modules"
+    r"|sentence_bert_config|merge_report)\.json"
+    r"|(vocab|merges)\.txt|(configuration|modeling|tokenization|processing|image_processing|video_processing)_.*\.py"
+    r"|(README|LICEN[CS]E|NOTICE|USE_POLICY|COPYING)(\..*)?|\.gitattributes",
+    re.IGNORECASE,
+)
 _LAST = ("config.json", "model.safetensors.index.json")
 
 
@@ -68,15 +81,18 @@ def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[
         if not os.path.isdir(place.model_dir):  # a mark without a model says nothing about the one to come
             with contextlib.suppress(OSError):
                 os.unlink(place.work + _MARK)
+    if len(os.fsencode(os.path.basename(path))) > _LONGEST_NAME:
+        msg = f"the name of OUT has more than {_LONGEST_NAME} bytes"
+        raise UsageError(msg, hint="the partial folder beside it needs a longer name still: choose a shorter one")
     if not os.path.lexists(path):
-        return OutputPlace(path, path + ".partial", inside=False, replaces=False)
+        return _own(OutputPlace(path, path + ".partial", inside=False, replaces=False))
     if not os.path.isdir(path):
         msg = f"{text} is there and is not a folder"
         raise OutputExistsError(msg, hint="choose another OUT")
     entries = _foreign(path)
     mount = os.path.ismount(path)
     if not entries:
-        return OutputPlace(path, os.path.join(path, _INNER), inside=True, replaces=False)
+        return _own(OutputPlace(path, os.path.join(path, _INNER), inside=True, replaces=False))
     if not overwrite:
         msg = f"{text} is there and holds {len(entries)} entries ({', '.join(sorted(entries)[:3])}, ...)"
         raise OutputExistsError(
@@ -86,7 +102,20 @@ def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[
     if mount:
         msg = f"{text} is a mount point and not empty, so it cannot be swapped for the new model at once"
         raise OutputExistsError(msg, hint="empty it, or choose a folder below it")
-    return OutputPlace(path, path + ".partial", inside=False, replaces=True)
+    return _own(OutputPlace(path, path + ".partial", inside=False, replaces=True))
+
+
+def _own(place: OutputPlace) -> OutputPlace:
+    """The place, if its work folder is ours or not there: what is in it may be thrown away."""
+    work = place.work
+    if os.path.islink(work) or (os.path.lexists(work) and not os.path.isdir(work)):
+        msg = f"{work} is there and is not a folder of an interrupted run"
+        raise OutputExistsError(msg, hint="the run needs that name: move it away, or choose another OUT")
+    strange = set(os.listdir(work)) - _WORK_FILES if os.path.isdir(work) else set()
+    if strange:
+        msg = f"{work} is there and holds {min(strange)}, which no run of merge-stream has written"
+        raise OutputExistsError(msg, hint="the run needs that name: move it away, or choose another OUT")
+    return place
 
 
 def _foreign(path: str) -> set[str]:
@@ -97,9 +126,11 @@ def _foreign(path: str) -> set[str]:
 def _check_replaceable(path: str, entries: set[str]) -> None:
     """Refuse to replace a folder that is not a model: --overwrite must not delete somebody's home."""
     is_model = "config.json" in entries or any(e.endswith((".safetensors", ".index.json")) for e in entries)
-    strange = sorted(e for e in entries if os.path.isdir(os.path.join(path, e)) and e not in {"lora_adapter", ".cache"})
+    folders = {e for e in entries if os.path.isdir(os.path.join(path, e))}
+    strange = sorted({e for e in folders if e not in {"lora_adapter", ".cache"}})
+    strange += sorted(e for e in entries - folders if not _MODEL_FILE.fullmatch(e))
     if not is_model or strange:
-        found = f"the folder {strange[0]}" if strange else f"{min(entries)} and no model"
+        found = strange[0] if strange else f"{min(entries)} and no model"
         msg = f"--overwrite would delete {path}, which holds {found}"
         raise OutputExistsError(msg, hint="only a folder with a model and nothing else is replaced; remove it yourself")
     if os.path.lexists(path + ".old"):
@@ -122,7 +153,7 @@ def finish_interrupted_commit(out: str | os.PathLike[str]) -> bool:
         mark = _read_mark(place)
         if mark is not None:
             with _no_other_run(place):
-                _rename(OutputPlace(place.out, place.work, place.inside, mark.replaces))
+                _rename(OutputPlace(place.out, place.work, place.inside, mark.replaces), mark.old)
             return True
     return False
 
@@ -133,6 +164,9 @@ def commit(place: OutputPlace) -> None:
     if strange:
         msg = f"{place.out} was empty when the run began, and holds {min(strange)} now"
         raise OutputExistsError(msg, hint=f"move that away and run again; the finished model is in {place.model_dir}")
+    if place.replaces:  # a run takes long: what was put there meanwhile is not ours to delete
+        _check_replaceable(place.out, _foreign(place.out))
+    old = os.stat(place.out).st_ino if place.replaces else 0
     sync_folder(place.model_dir)
     fingerprint = ""
     plan = os.path.join(place.work, "plan.json")
@@ -141,20 +175,21 @@ def commit(place: OutputPlace) -> None:
     mark = place.work + _MARK
     with open(mark + ".new", "w", encoding="utf-8") as file:
         note = "all checks passed, only renames are left"
-        json.dump({"note": note, "fingerprint": fingerprint, "replaces": place.replaces}, file)
+        json.dump({"note": note, "fingerprint": fingerprint, "replaces": place.replaces, "old": old}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(mark + ".new", mark)
     sync_folder(os.path.dirname(mark))
-    _rename(place)
+    _rename(place, old)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What the mark says; `replaces` tells that OUT.old is ours to remove."""
+    """What the mark says; `old` is the inode of the folder that becomes OUT.old and is ours to remove."""
 
     fingerprint: str
     replaces: bool
+    old: int = 0
 
 
 def _read_mark(place: OutputPlace) -> _Mark | None:
@@ -163,7 +198,7 @@ def _read_mark(place: OutputPlace) -> _Mark | None:
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-        mark = _Mark(str(content["fingerprint"]), content["replaces"] is True)
+        mark = _Mark(str(content["fingerprint"]), content["replaces"] is True, int(content["old"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError):
@@ -207,8 +242,11 @@ def _no_other_run(place: OutputPlace) -> Iterator[None]:
         os.close(fd)
 
 
-def _rename(place: OutputPlace) -> None:
+def _rename(place: OutputPlace, old_inode: int) -> None:
     model, out, old = place.model_dir, place.out, place.out + ".old"
+    if place.replaces and os.path.isdir(model) and os.path.lexists(out) and os.path.lexists(old):
+        msg = f"{old} has appeared during the run, and the old {out} needs that name while it is replaced"
+        raise OutputExistsError(msg, hint=f"move {old} away; the same command then ends the replacement")
     try:
         if place.inside:
             names = sorted(os.listdir(model), key=lambda n: (n in _LAST, n)) if os.path.isdir(model) else []
@@ -224,7 +262,7 @@ def _rename(place: OutputPlace) -> None:
         msg = f"the finished model could not be moved to {out}: {error.strerror}"
         raise MergeStreamError(msg, hint=f"it is whole in {model}; the same command tries the move again") from error
     with contextlib.suppress(OSError):
-        if place.replaces and os.path.isdir(old):
+        if place.replaces and os.path.isdir(old) and os.stat(old).st_ino == old_inode:
             shutil.rmtree(old)
         if os.path.isdir(place.work):
             shutil.rmtree(place.work)

@@ -159,6 +159,8 @@ def _scan(folder: str, prefix: str) -> Iterator[tuple[str, FileEntry]]:
                 if not prefix and _SUBFOLDERS.fullmatch(item.name):
                     yield from _scan(item.path, f"{item.name}/")
                 continue
+            if item.is_symlink() and not _stays(item.path, folder):
+                continue  # a link to a file elsewhere: it may be anything of the user's
             try:
                 info = item.stat()
             except OSError:
@@ -166,6 +168,14 @@ def _scan(folder: str, prefix: str) -> Iterator[tuple[str, FileEntry]]:
             if stat.S_ISREG(info.st_mode):
                 entry = FileEntry(str(Path(item.path).absolute()), info.st_size, info.st_mtime_ns)
                 yield prefix + item.name, entry
+
+
+def _stays(link: str, folder: str) -> bool:
+    """True when a link ends in its own folder, or in the blobs of the Hub cache that the folder is a snapshot of."""
+    target, home = os.path.realpath(link), os.path.realpath(folder)
+    cache = os.path.dirname(os.path.dirname(home))
+    inside = [home, *([os.path.join(cache, "blobs")] if os.path.basename(os.path.dirname(home)) == "snapshots" else [])]
+    return any(target.startswith(place.rstrip("/") + "/") for place in inside)
 
 
 def _choose(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from merge_stream.errors import CorruptCheckpointError, TruncatedFileError, UnknownFormatError
 from merge_stream.storage.base import FileEntry
 
-__all__ = ["LocalSink", "LocalSource", "LocalTree", "natural_key"]
+__all__ = ["LocalSink", "LocalSource", "LocalTree", "natural_key", "time_of_change"]
 
 _DEPTH = 5
 _MOST_FILES = 2_000_000
@@ -55,8 +55,6 @@ class LocalTree:
             for name, entry in _listed(folder):
                 if name in files:
                     doubles.setdefault(name, []).append(entry.path)
-                    if entry.nbytes != files[name].nbytes:
-                        _refuse_double(name, files[name].path, entry.path)
                 else:
                     files[name] = entry
         ordered = {k: files[k] for k in sorted(files, key=natural_key)}
@@ -136,7 +134,12 @@ def _listed(root: str) -> Iterator[tuple[str, FileEntry]]:
                 info = item.stat()
                 if stat.S_ISREG(info.st_mode):
                     path = os.path.abspath(item.path)
-                    yield prefix + item.name, FileEntry(path, info.st_size, info.st_mtime_ns)
+                    yield prefix + item.name, FileEntry(path, info.st_size, time_of_change(info))
+
+
+def time_of_change(info: os.stat_result) -> int:
+    """Nanoseconds of the last change of content or inode: a copy that keeps its old mtime is told from the original."""
+    return max(info.st_mtime_ns, info.st_ctime_ns)
 
 
 def _refuse_double(name: str, first: str, second: str) -> None:
