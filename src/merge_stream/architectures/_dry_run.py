@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.base import ModelInfo, class_names
 from merge_stream.architectures.rules import Converted, take_of_view
 from merge_stream.tensors.parameter import Parameter
 
@@ -57,7 +57,7 @@ def _empty_model(model: ModelInfo, torch: Any) -> Any:
 
     config = json.loads(json.dumps(dict(model.config or {})))
     kind = config.pop("model_type", None)
-    names = config.get("architectures") or []
+    names = class_names(config)
     found = getattr(transformers, str(names[0]), None) if names else None
     if kind is None or found is None:
         return None

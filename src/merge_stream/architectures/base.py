@@ -11,7 +11,13 @@ from merge_stream.tensors.dtype import DType
 from merge_stream.tensors.parameter import Mapping
 from merge_stream.tensors.ref import Catalog
 
-__all__ = ["Architecture", "BaseTensor", "ModelInfo", "Named"]
+__all__ = ["Architecture", "BaseTensor", "ModelInfo", "Named", "class_names"]
+
+
+def class_names(config: MappingABC[str, Any] | None) -> tuple[str, ...]:
+    """The names in a config's `architectures`; whatever else stands there counts as nothing."""
+    names = (config or {}).get("architectures")
+    return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 @dataclass(frozen=True, slots=True)

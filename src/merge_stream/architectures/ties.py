@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.base import ModelInfo, class_names
 from merge_stream.architectures.families import HEADS, TIE_NAMES, TIED_BY_DEFAULT
 from merge_stream.architectures.structure import text_configs
 from merge_stream.errors import IncompleteShardsError
@@ -55,7 +55,7 @@ def absent_head(names: Collection[str], model: ModelInfo) -> tuple[str, str] | N
     """
     if not tied_by_config(model) or any(HEADS.fullmatch(name) for name in names):
         return None
-    classes = [str(name) for name in (model.config or {}).get("architectures") or ()]
+    classes = class_names(model.config)
     if classes and not any(name.endswith(_WITH_HEAD) for name in classes):
         return None
     known = model.base_tensors or {}

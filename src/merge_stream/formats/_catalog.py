@@ -13,6 +13,9 @@ from merge_stream.tensors.ref import SourceFile
 __all__ = ["FileTable", "clean_names", "config_dirs", "listed"]
 
 
+_RESERVED = {"", "__metadata__"}
+
+
 class FileTable:
     """The source files of a catalog, numbered in the order they are first asked for."""
 
@@ -41,12 +44,26 @@ def clean_names(names: Iterable[str], where: str) -> dict[str, str]:
     owner: dict[str, str] = {}
     for name in names:
         clean = cleaned[name] = clean_name(name)
+        if clean in _RESERVED or not _is_text(clean):
+            raise CorruptCheckpointError(
+                f"{where}: a tensor is called {clean[:80]!a}, which no safetensors file can hold",
+                hint="rename it in the model, or leave it out of the state dict",
+            )
         if owner.setdefault(clean, name) != name:
             raise CorruptCheckpointError(
                 f"{where}: {owner[clean]!r} and {name!r} are both {clean!r} without wrapper prefixes",
                 hint="the checkpoint holds one parameter under two names; save it from one wrapped model",
             )
     return cleaned
+
+
+def _is_text(name: str) -> bool:
+    """False for lone surrogates, which UTF-8 cannot write."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def config_dirs(tree: ByteTree) -> tuple[str, ...]:

@@ -244,6 +244,10 @@ class _Assembler:
             stop = np.broadcast_to(np.array(group.shape, dtype=np.int64), (n, ndim))
             first = np.arange(n) == ranks.argmin()
             if len(set(filter(None, group.crcs))) > 1:
+                if ndim > 1:
+                    msg = f"{name} {list(group.shape)} is a plain tensor that every rank holds, with different values"
+                    hint = "parts of one tensor were saved without saying so: save DTensors, or a full state dict"
+                    raise CorruptCheckpointError(msg, hint=hint)
                 self._drifted.append(name)
         filled = (stop > start).all(axis=1)
         files, offsets = self._numbers[ranks], np.array(group.offsets, dtype=np.int64)

@@ -130,7 +130,7 @@ def _set_architectures(config: dict[str, Any], tensors: Sequence[OutputTensor], 
     names = {tensor.name for tensor in tensors}
     name = class_for(model_type, names)
     given = config.get("architectures")
-    if given:
+    if isinstance(given, list) and given:
         if _is_value_model(names) and all(str(was).endswith(_LANGUAGE_MODELS) for was in given):
             _set_value_class(config, tensors, name, notes)
         return
@@ -186,4 +186,6 @@ def _written_like(text: str, config: dict[str, Any]) -> bytes:
     indent = _INDENT.search(text)
     newline = "\n" if text.endswith("\n") else ""
     step = indent[1] if indent else (None if "\n" not in text.strip() else "  ")
-    return (json.dumps(config, indent=step, ensure_ascii=False) + newline).encode()
+    text = json.dumps(config, indent=step, ensure_ascii=False)
+    # a lone surrogate came in as an escape, and goes out as one
+    return (text + newline).encode(errors="backslashreplace")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.base import ModelInfo, class_names
 from merge_stream.architectures.families import HEADS
 from merge_stream.architectures.structure import TEXT_NESTS, check_structure
 from merge_stream.architectures.ties import find_ties, tied_by_config
@@ -101,7 +101,7 @@ def _ties(folder: CheckedFolder, config: dict[str, Any], model: ModelInfo) -> It
             yield Finding(
                 "note", "config", "tied", "vLLM, SGLang, transformers 4", text, "`merge-stream verify` compares values"
             )
-    classes = [str(name) for name in config.get("architectures") or ()]
+    classes = class_names(config)
     has_head = any(HEADS.fullmatch(name) for name in folder.tensors)
     if not ties and not tied and not has_head and any(name.endswith(_LANGUAGE) for name in classes):
         text = "there is no lm_head, and config.json does not say that it is tied to the embedding"
