@@ -37,6 +37,8 @@ _NOISE_ROOTS = {
     "rng_states": "random state",
     "cuda_rng_state": "random state",
 }
+# roots that a model's module may have too; a trainer's state under them has no weights
+_MODULE_LIKE = frozenset({"scaler", "grad_scaler", "scheduler", "sampler", "dataloader"})
 # whole names (no dot in them)
 _NOISE_NAMES = {
     "step": "trainer state",
@@ -78,6 +80,8 @@ def noise_kind(name: str) -> str | None:
     True
     """
     first, _, rest = name.partition(".")
+    if first in _MODULE_LIKE and name.endswith((".weight", ".bias")):
+        return None  # a module of that name: its parameters are the model's
     if first in _NOISE_ROOTS:
         return _NOISE_ROOTS[first]
     if not rest:
