@@ -193,7 +193,7 @@ def changed(made: Golden, **settings: object) -> Golden:
         ({"r": 5}, "rank 4"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"rank_pattern": {"(": 3}}, "not a readable"),
+        ({"rank_pattern": {"(": 3}}, "no regular expression"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], told: str, tmp_path: pathlib.Path) -> None:
@@ -204,7 +204,7 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], told:
 
 def test_case_113_alpha_zero_is_never_believed(tmp_path: pathlib.Path) -> None:
     made = golden("vanilla")
-    ckpt = write_state(tmp_path / "ckpt", changed(made, lora_alpha=0, r=16))
+    ckpt = write_state(tmp_path / "ckpt", changed(made, lora_alpha=0))
     with pytest.raises(CheckpointError, match="lora_alpha is nowhere") as caught:
         merge(ckpt, tmp_path / "out")
     assert "--lora-alpha N" in str(caught.value)

@@ -7,11 +7,13 @@ The scale alpha/r (alpha/sqrt(r) with rsLoRA) is nowhere in the tensors. In this
     --lora-alpha
 
 An alpha of 0 is never believed: verl's model merger writes it for "unknown" (verl#1821).
+Then only alpha comes from the next source; peft's configuration still says everything else.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from merge_stream.architectures.lora import LoraModule
-from merge_stream.errors import CheckpointError, CorruptCheckpointError, UnsupportedError
+from merge_stream.errors import CheckpointError, CorruptCheckpointError, UnsupportedError, UsageError
 
 __all__ = ["SETTINGS_FILES", "LoraSettings", "adapter_config", "read_settings"]
 
@@ -39,6 +41,22 @@ _VARIANTS = (
     "trainable_token_indices",
     "megatron_config",
 )
+_LARGEST = 3.4028234663852886e38  # of float32: a larger alpha makes an infinite factor
+_TOKEN = re.compile(
+    r"(?P<plain>\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<open>\((?:\?(?:[:=!]|<[=!]))?)|(?P<close>\))|(?P<bar>\|)"
+    r"|(?P<repeat>(?:[*+?]|\{(?:\d+|\d*,\d*)\})[?+]?)|.",
+    re.DOTALL,
+)
+_MOST_STEPS = 4_000_000
+_MUST_AGREE = {
+    "rank": "r",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+    "fan_in_fan_out": "fan_in_fan_out",
+    "changes_base": "init_lora_weights that changes the base",
+}
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga", "mica")
 
 
@@ -71,6 +89,8 @@ class LoraSettings:
     def scale(self, module: str, rank: int) -> float:
         """Factor of B @ A for one module (peft: `LoraLayer.update_layer`)."""
         alpha = _matched(self.alpha_pattern, module, self.alpha)
+        if rank < 1:
+            raise CorruptCheckpointError(f"{module} has LoRA rank {rank}", hint="its factors are empty")
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def targets(self, parameter: str) -> bool:
@@ -86,19 +106,75 @@ class LoraSettings:
 def _matched(pattern: Mapping[str, T], module: str, otherwise: T) -> T:
     """The value of the first key that is the end of the module's name (peft: `get_pattern_key`)."""
     for key, value in pattern.items():
-        if re.match(rf"(.*\.)?({key})$", module):
+        if _compiled(key).match(module):
             return value
     return otherwise
+
+
+@functools.cache
+def _compiled(key: str) -> re.Pattern[str]:
+    """One key of a pattern as peft reads it.
+
+    CorruptCheckpointError when it is no regular expression, UnsupportedError when matching
+    it could take for ever.
+    """
+    try:
+        re.compile(key)
+        found = re.compile(rf"(.*\.)?({key})$")
+    except (re.error, OverflowError, RecursionError) as error:
+        msg = f"the key {key[:200]!r} of rank_pattern or alpha_pattern is no regular expression: {error}"
+        raise CorruptCheckpointError(msg, hint="correct it in adapter_config.json") from None
+    if not _is_quick(key):
+        msg = f"the key {key[:200]!r} of rank_pattern or alpha_pattern is a regular expression that may never end"
+        raise UnsupportedError(msg, hint="write the names of the modules in adapter_config.json instead")
+    return found
+
+
+def _is_quick(key: str) -> bool:
+    """True when a valid expression surely needs few steps: no choice within a repeated group, few choices in all."""
+    groups, closed = [[0, 0]], False  # per open group: "|" and repeats; was the last token a group with any?
+    steps, unbounded = 1, 0
+    for token in _TOKEN.finditer(key):
+        kind, text = token.lastgroup, token[0]
+        if kind == "open":
+            if text == "(" and key.startswith("?", token.end()):
+                return False  # flags, names, comments, conditions
+            groups.append([0, 0])
+        elif kind == "bar":
+            groups[-1][0] += 1
+        elif kind == "repeat":
+            if text.startswith("?"):
+                steps *= 2
+            elif closed or any(len(digits) > 3 for digits in re.findall(r"\d+", text)):
+                return False
+            else:
+                unbounded += 1
+            groups[-1][1] += 1
+        elif kind == "close":
+            bars, repeats = groups.pop()
+            steps *= bars + 1
+            closed = bool(bars or repeats)
+            groups[-1][1] += closed
+        if kind != "close":
+            closed = False
+        if unbounded > 3 or steps > _MOST_STEPS:
+            return False
+    return steps * (groups[0][0] + 1) * (1 << 6 * unbounded) <= _MOST_STEPS * math.factorial(unbounded)
 
 
 def read_settings(beside: Mapping[str, str], alpha: float | None) -> LoraSettings | None:
     """The adapter's settings from the files beside it (name -> absolute path), or `--lora-alpha`; None when unknown.
 
-    CorruptCheckpointError when two of them contradict each other, UnsupportedError for a
-    kind of LoRA that is not known here.
+    Where adapter_config.json has no alpha, only alpha comes from elsewhere. UsageError when
+    `alpha` is no finite number, CorruptCheckpointError when two of the files contradict each
+    other, UnsupportedError for a kind of LoRA that is not known here.
     """
+    if alpha is not None and (isinstance(alpha, bool) or not abs(alpha) <= _LARGEST):
+        raise UsageError(f"--lora-alpha {alpha} is no number to scale by", hint="give the alpha of the training")
     found = [_settings(name, beside[name]) for name in SETTINGS_FILES if name in beside]
+    _check_agreement(found)
     told = [s for s in found if s.alpha]
+    source = told[0].origin if told else "--lora-alpha"
     if alpha is not None:
         if not alpha:
             raise CheckpointError("--lora-alpha 0 would leave the adapter out", hint="give the alpha of the training")
@@ -106,13 +182,56 @@ def read_settings(beside: Mapping[str, str], alpha: float | None) -> LoraSetting
         if wrong is not None:
             msg = f"--lora-alpha {alpha:g} contradicts {wrong.origin}, which says {wrong.alpha:g}"
             raise CheckpointError(msg, hint="leave the option out, or correct the file")
-        return told[0] if told else LoraSettings(alpha, "--lora-alpha")
+    elif not told:
+        return None
+    else:
+        alpha = told[0].alpha
     if len({s.alpha for s in told}) > 1:
         msg = ", ".join(f"{s.origin} says lora_alpha {s.alpha:g}" for s in told)
         raise CorruptCheckpointError(
             msg, hint="the files belong to two runs; give --lora-alpha and remove the wrong one"
         )
-    return told[0] if told else None
+    if not found:
+        return LoraSettings(alpha, source)
+    first = next((s for s in found if s.config is not None), found[0])
+    return first if first.alpha else _with_alpha(first, alpha, source)
+
+
+def _check_agreement(found: list[LoraSettings]) -> None:
+    """CorruptCheckpointError when two files say different things (lora_train_meta.json says only r)."""
+    for attribute, key in _MUST_AGREE.items():
+        said = [
+            (s.origin, getattr(s, attribute))
+            for s in found
+            if getattr(s, attribute) is not None and (s.config is not None or attribute == "rank")
+        ]
+        if any(value != said[0][1] for _, value in said):
+            msg = ", ".join(f"{origin} says {key} {value}" for origin, value in said)
+            raise CorruptCheckpointError(msg, hint="the files belong to two runs: remove the wrong one")
+
+
+def _with_alpha(settings: LoraSettings, alpha: float, source: str) -> LoraSettings:
+    """The same settings with the alpha of another source, in the configuration too."""
+    config = settings.config
+    if config is not None:
+        document = {**json.loads(config), "lora_alpha": int(alpha) if alpha == int(alpha) else alpha}
+        config = (json.dumps(document, indent=2) + "\n").encode()
+    origin = source if config is None else f"{settings.origin} with {source}"
+    return dataclasses.replace(settings, alpha=alpha, origin=origin, config=config)
+
+
+def _number(value: object) -> float:
+    """A finite number of a file; ValueError or TypeError when it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+        raise ValueError(value)
+    return float(value)
+
+
+def _rank(value: object) -> int:
+    number = _number(value)
+    if number != int(number):
+        raise ValueError(value)
+    return int(number)
 
 
 def _settings(name: str, path: str) -> LoraSettings:
@@ -122,7 +241,7 @@ def _settings(name: str, path: str) -> LoraSettings:
         value = json.loads(data) if len(data) <= _LIMIT else None
         if isinstance(value, dict):
             return _checked(name, value, data if name.endswith("adapter_config.json") else None)
-    except (ValueError, TypeError, AttributeError, RecursionError, re.error):
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
         pass
     msg = f"{path} is not a readable adapter configuration"
     raise CorruptCheckpointError(msg, hint="restore the file, or remove it and give --lora-alpha")
@@ -137,17 +256,15 @@ def _checked(name: str, value: Mapping[str, Any], config: bytes | None) -> LoraS
         raise UnsupportedError(msg, hint="fold it with peft; --layout as-is writes the tensors as they are")
     rank, patterns = value.get("r"), [value.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
     for pattern in (key for mapping in patterns for key in mapping):
-        re.compile(pattern)
-    alpha = float(value.get("lora_alpha") or 0)
-    if not math.isfinite(alpha):
-        raise ValueError(alpha)
+        _compiled(pattern)
+    alpha = value.get("lora_alpha")
     version = re.match(r"(\d+)\.(\d+)", str(value.get("peft_version") or ""))
     return LoraSettings(
-        alpha=alpha,
+        alpha=_number(alpha) if alpha is not None else 0.0,
         origin=name,
-        rank=int(rank) if rank is not None else None,
-        rank_pattern={str(k): int(v) for k, v in patterns[0].items()},
-        alpha_pattern={str(k): float(v) for k, v in patterns[1].items()},
+        rank=_rank(rank) if rank is not None else None,
+        rank_pattern={str(k): _rank(v) for k, v in patterns[0].items()},
+        alpha_pattern={str(k): _number(v) for k, v in patterns[1].items()},
         rslora=bool(value.get("use_rslora")),
         dora=bool(value.get("use_dora")),
         fan_in_fan_out=bool(value.get("fan_in_fan_out")),
