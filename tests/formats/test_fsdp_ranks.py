@@ -452,6 +452,36 @@ class TestSeveralGroups:
         catalog = opened(MEMBER, self.save(tmp_path, experts, "mlp.experts.w", config={"num_experts": 4}))
         assert catalog.tensors["mlp.experts.w"].shape == (4, 6, 5)
 
+    @pytest.mark.parametrize(
+        ("name", "shape"),
+        [
+            ("model.layers.0.mlp.shared_expert_gate.weight", (1, 8)),
+            ("model.layers.0.mlp.shared_expert.down_proj.weight", (2, 8)),
+            ("model.layers.0.mlp.experts.1.down_proj.weight", (2, 8)),
+            ("model.layers.0.mlp.shared_experts.w1", (2, 4, 8)),
+            ("model.layers.0.conv.weight", (2, 4, 8)),
+        ],
+    )
+    @pytest.mark.parametrize("count", [2, 4])
+    def test_equal_groups_of_what_is_no_stack_of_experts_are_copies(
+        self, tmp_path: Path, name: str, shape: tuple[int, ...], count: int
+    ) -> None:
+        one = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+        config = {"num_experts": count}
+        catalog = opened(MEMBER, self.save(tmp_path, one.expand(2, *shape), name, config=config))
+        assert torch.equal(whole(catalog, name), one)
+
+    @pytest.mark.parametrize("name", ["model.layers.0.mlp.shared_experts.w1", "model.layers.0.conv.weight"])
+    def test_differing_groups_of_what_is_no_stack_of_experts_are_refused(self, tmp_path: Path, name: str) -> None:
+        rows = torch.arange(96.0).reshape(2, 2, 6, 4)
+        with pytest.raises(UnsupportedError, match="2 different contents"):
+            opened(MEMBER, self.save(tmp_path, rows, name, config={"num_experts": 4}))
+
+    def test_biases_of_stacked_experts_are_joined(self, tmp_path: Path) -> None:
+        name, rows = "model.layers.0.mlp.experts.down_proj_bias", torch.arange(16.0).reshape(2, 2, 4)
+        catalog = opened(MEMBER, self.save(tmp_path, rows, name, config={"num_local_experts": 4}))
+        assert torch.equal(whole(catalog, name), rows.reshape(4, 4))
+
     @pytest.mark.parametrize("config", [None, {}, {"num_experts": 3}, {"num_experts": 8}, {"num_experts": 2}])
     def test_otherwise_refused_naming_both_groups(self, tmp_path: Path, config: dict[str, Any] | None) -> None:
         experts = torch.arange(4 * 6 * 5.0).reshape(2, 2, 6, 5)

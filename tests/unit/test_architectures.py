@@ -430,6 +430,74 @@ class TestStructure:
             map_names(catalog(llama(head=False)), info(**config), "upstream")
         map_names(catalog(llama(head=False)), info(**config | {"tie_word_embeddings": True}), "upstream")
 
+    @pytest.mark.parametrize("lost", ["model.norm.weight", "model.embed_tokens.weight"])
+    def test_norm_and_embedding_of_a_llama_must_be_there(self, lost: str) -> None:
+        shapes = llama()
+        del shapes[lost]
+        with pytest.raises(IncompleteShardsError, match=rf"{lost} is missing"):
+            map_names(catalog(shapes), info(), "upstream")
+
+    @pytest.mark.parametrize("kind", ["olmo", "brand_new"])
+    def test_a_family_without_a_last_norm(self, kind: str) -> None:
+        shapes = llama()
+        del shapes["model.norm.weight"]
+        map_names(catalog(shapes), info(kind), "as-is")
+
+    @pytest.mark.parametrize(
+        ("more", "match"),
+        [
+            ({"model.norm.weight": (4,)}, r"model\.norm\.weight is \[4\], .* says 8 length \(hidden size\)"),
+            ({"model.layers.1.input_layernorm.weight": (16,)}, "hidden size"),
+            ({"model.layers.1.self_attn.q_proj.weight": (8, 4)}, "says 8 columns .hidden size"),
+            ({"model.layers.1.self_attn.q_proj.weight": (4, 8)}, "says 8 rows .num_attention_heads"),
+            ({"model.layers.1.self_attn.k_proj.weight": (2, 8)}, "says 4 rows .num_key_value_heads"),
+            ({"model.layers.1.mlp.up_proj.weight": (6, 8)}, "says 12 rows .intermediate_size"),
+            ({f"model.layers.{n}.mlp.down_proj.weight": (8, 6) for n in (0, 1)}, "says 12 columns"),
+            ({f"model.layers.{n}.mlp.down_proj.weight": (4, 12) for n in (0, 1)}, "says 8 rows"),
+        ],
+    )
+    def test_shapes_that_contradict_the_sizes(self, more: Shapes, match: str) -> None:
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "head_dim": 4}
+        sizes["num_key_value_heads"] = 1
+        map_names(catalog(llama()), info(**sizes), "upstream")
+        with pytest.raises(CheckpointError, match=match) as caught:
+            map_names(catalog(llama() | more), info(**sizes), "upstream")
+        assert "--no-config" in caught.value.hint
+        map_names(catalog(llama() | more), info(), "upstream")
+        map_names(catalog(llama() | more), info(**sizes, quantization_config={}), "as-is")
+
+    def test_an_expert_that_others_surround_is_missed(self) -> None:
+        shapes = llama() | experts(fused=False)
+        del shapes["model.layers.0.mlp.experts.2.gate_proj.weight"]
+        with pytest.raises(IncompleteShardsError, match=r"experts\.2 is missing: the highest expert is 3"):
+            map_names(catalog(shapes), info("qwen3_moe"), "upstream")
+
+    def test_a_part_of_an_expert_is_missed(self) -> None:
+        shapes = llama() | experts(fused=False)
+        shapes |= {n.replace("gate_proj", "up_proj"): s for n, s in experts(fused=False).items()}
+        del shapes["model.layers.0.mlp.experts.2.up_proj.weight"]
+        with pytest.raises(IncompleteShardsError, match=r"experts\.2\.up_proj\.weight is missing, .*other experts"):
+            map_names(catalog(shapes), info("qwen3_moe"), "upstream")
+
+    @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_number_of_experts_must_agree(self, key: str, nested: bool) -> None:
+        def says(count: int) -> ModelInfo:
+            return info("qwen3_moe", **({"text_config": {key: count}} if nested else {key: count}))
+
+        for fused in (False, True):
+            shapes = llama() | experts(fused=fused)
+            map_names(catalog(shapes), says(4), "upstream")
+            with pytest.raises(IncompleteShardsError, match=r"experts\.4, .*experts\.5 are missing: .*says 6 experts"):
+                map_names(catalog(shapes), says(6), "upstream")
+            with pytest.raises(CheckpointError, match=r"experts\.3 is there, but .* says 3 experts"):
+                map_names(catalog(shapes), says(3), "upstream")
+        for count in (3, 6):
+            with pytest.raises(CheckpointError, match=rf"_proj holds 4 experts, but .* says {count}"):
+                map_names(catalog(shapes), says(count), "as-is")
+        with pytest.raises(IncompleteShardsError, match="and 999999999991 more are missing"):
+            map_names(catalog(llama() | experts(fused=False)), says(10**12), "upstream")
+
 
 class TestTies:
     @pytest.mark.parametrize(

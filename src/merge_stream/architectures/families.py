@@ -16,7 +16,9 @@ __all__ = [
     "EMBEDDINGS",
     "FUSED_EXPERTS",
     "HEADS",
+    "LLAMA_LIKE",
     "ODD_VOCABULARY",
+    "PART_SHAPES",
     "RECOMPUTED",
     "RENAMED_VLM",
     "TIED_BY_DEFAULT",
@@ -56,6 +58,21 @@ UNIFORM = _words(
     opt phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2
     """
 )
+
+# Those of them with `norm` beside `layers` and `embed_tokens` (olmo's norm has no weights), and the parts of a layer
+# of llama: rows and columns, each a number of the config.
+LLAMA_LIKE = UNIFORM - _words("gpt2 gpt_neox gptj olmo opt phi")
+PART_SHAPES: dict[str, tuple[str, ...]] = {
+    "input_layernorm.weight": ("hidden",),
+    "post_attention_layernorm.weight": ("hidden",),
+    "self_attn.q_proj.weight": ("heads", "hidden"),
+    "self_attn.k_proj.weight": ("key_value_heads", "hidden"),
+    "self_attn.v_proj.weight": ("key_value_heads", "hidden"),
+    "self_attn.o_proj.weight": ("hidden", "heads"),
+    "mlp.gate_proj.weight": ("intermediate", "hidden"),
+    "mlp.up_proj.weight": ("intermediate", "hidden"),
+    "mlp.down_proj.weight": ("hidden", "intermediate"),
+}
 
 # `tie_word_embeddings` when the config does not say: true in both 4.57.6 and 5.24.0. Where they disagree, or where
 # the family is unknown, nothing is tied (both tensors are then written, which loads everywhere).

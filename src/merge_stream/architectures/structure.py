@@ -15,7 +15,16 @@ from itertools import islice
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.families import EMBEDDINGS, HEADS, ODD_VOCABULARY, RECOMPUTED, UNIFORM
+from merge_stream.architectures.families import (
+    EMBEDDINGS,
+    FUSED_EXPERTS,
+    HEADS,
+    LLAMA_LIKE,
+    ODD_VOCABULARY,
+    PART_SHAPES,
+    RECOMPUTED,
+    UNIFORM,
+)
 from merge_stream.errors import CheckpointError, IncompleteShardsError
 
 __all__ = ["TEXT_NESTS", "check_structure", "layer_of", "text_configs", "text_value"]
@@ -30,8 +39,17 @@ _LAYER = re.compile(
     r"(?P<stem>(?:model\.|transformer\.|gpt_neox\.|backbone\.|model\.decoder\.|model\.language_model\."
     r"|language_model\.model\.|text_model\.model\.|thinker\.model\.|biogpt\.|rwkv\.)?(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)"
 )
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
+_EXPERT = re.compile(r"(?P<stem>(?:.*\.)?experts\.)(?P<number>\d+)\.(?P<rest>.+)")
 _ALL_SHARDS = "pass the folder that holds all shards (all ranks, all pipeline stages)"
 _NO_CONFIG = "correct config.json, or write the weights alone with `--no-config`"
+_OTHER_MODEL = f"the config belongs to another model: {_NO_CONFIG}"
+_MEANING = {
+    "hidden": "hidden size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads * head_dim",
+    "key_value_heads": "num_key_value_heads * head_dim",
+}
 
 
 def text_configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -62,12 +80,18 @@ def layer_of(name: str) -> tuple[str, int, str] | None:
 def check_structure(shapes: Mapping[str, Ints], model: ModelInfo) -> tuple[str, ...]:
     """Refuse what is incomplete or contradicts the config; return remarks for the user.
 
-    IncompleteShardsError: a layer, a part of a layer or the output head is not there.
+    IncompleteShardsError: a layer, a part of a layer, an expert, the last norm, the embedding or the output head is
+    not there.
     CheckpointError: the config and the shapes cannot both be right.
     """
     _check_layers(shapes, model)
     _check_embedding(shapes, model)
     _check_output_head(shapes, model)
+    if not any("lora_" in name for name in shapes):  # an adapter holds parts only
+        _check_experts(shapes, model)
+        if model.model_type in LLAMA_LIKE:
+            _check_ends(shapes)
+            _check_parts(shapes, model)
     return tuple(_notes_on_labels(shapes, model))
 
 
@@ -101,12 +125,12 @@ def _check_layers(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
     spare = text_value(config, "num_nextn_predict_layers", "num_mtp_layers") or 0
     if wanted is not None and max(there) >= wanted + spare:
         msg = f"{_where(model)} says {wanted} layers, but the checkpoint holds {stem}{max(there)} ({len(there)} layers)"
-        raise CheckpointError(msg, hint=f"the config belongs to another model: {_NO_CONFIG}")
+        raise CheckpointError(msg, hint=_OTHER_MODEL)
     if model.model_type in UNIFORM:
         _check_uniform(stem, there)
 
 
-def _check_uniform(stem: str, there: Mapping[int, set[str]]) -> None:
+def _check_uniform(stem: str, there: Mapping[int, set[str]], what: str = "layers") -> None:
     counts = Counter(rest for names in there.values() for rest in names if not RECOMPUTED.fullmatch(rest))
     lost = [
         f"{stem}{number}.{rest}"
@@ -116,7 +140,7 @@ def _check_uniform(stem: str, there: Mapping[int, set[str]]) -> None:
         if rest not in there[number]
     ]
     if lost:
-        msg = f"{_listed(lost)} missing, though the other layers have it ({len(there)} layers)"
+        msg = f"{_listed(lost)} missing, though the other {what} have it ({len(there)} {what})"
         raise IncompleteShardsError(msg, hint=_ALL_SHARDS)
 
 
@@ -141,7 +165,74 @@ def _check_embedding(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
             )
         if is_embedding and hidden is not None and columns != hidden:
             msg = f"{name} has {columns} columns, but {_where(model)} says hidden size {hidden}"
-            raise CheckpointError(msg, hint=f"the config belongs to another model: {_NO_CONFIG}")
+            raise CheckpointError(msg, hint=_OTHER_MODEL)
+
+
+def _expert_counts(model: ModelInfo) -> list[int]:
+    """The numbers of experts that the config says; several if its keys or nests disagree."""
+    values = [part.get(key) for part in text_configs(model.config or {}) for key in _EXPERTS]
+    return sorted({v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0})
+
+
+def _check_experts(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
+    counts = _expert_counts(model)
+    layers: dict[str, dict[int, set[str]]] = {}
+    for name, shape in shapes.items():
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None:
+            layers.setdefault(expert["stem"], {}).setdefault(int(expert["number"]), set()).add(expert["rest"])
+        elif counts and len(shape) == 3 and shape[0] not in counts and FUSED_EXPERTS.fullmatch(name) and layer_of(name):
+            msg = f"{name} holds {shape[0]} experts, but {_where(model)} says {counts[0]}"
+            raise CheckpointError(msg, hint=f"expert-parallel parts, or the config of another model: {_NO_CONFIG}")
+    for stem, there in layers.items():
+        _check_numbered_experts(stem, there, counts if layer_of(stem + "0") else [], model)
+
+
+def _check_numbered_experts(stem: str, there: Mapping[int, set[str]], counts: list[int], model: ModelInfo) -> None:
+    highest = max(there)
+    wanted = next((count for count in counts if count > highest), None)
+    if counts and wanted is None:
+        msg = f"{stem}{highest} is there, but {_where(model)} says {counts[-1]} experts"
+        raise CheckpointError(msg, hint=_OTHER_MODEL)
+    lost = (wanted or highest + 1) - len(there)
+    if lost:
+        missing = list(islice((n for n in itertools.count() if n not in there), min(lost, _SHOWN)))
+        says = f"{_where(model)} says {wanted} experts" if wanted else f"the highest expert is {highest}"
+        msg = f"{_listed([stem + str(n) for n in missing], lost)} missing: {says}, the checkpoint holds {len(there)}"
+        raise IncompleteShardsError(msg, hint=_ALL_SHARDS + (f"; or {_NO_CONFIG}" if wanted else ""))
+    _check_uniform(stem, there, "experts")
+
+
+def _check_ends(shapes: Mapping[str, Ints]) -> None:
+    for stem in ("model.", ""):
+        if any(name.startswith(f"{stem}layers.") for name in shapes):
+            lost = [] if f"{stem}norm.weight" in shapes else [f"{stem}norm.weight"]
+            if f"{stem}embed_tokens.weight" not in shapes and not EMBEDDINGS & shapes.keys():
+                lost.append(f"{stem}embed_tokens.weight")
+            if lost:
+                msg = f"{_listed(lost)} missing, though the layers are there"
+                raise IncompleteShardsError(msg, hint=_ALL_SHARDS)
+
+
+def _check_parts(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
+    config = model.config or {}
+    if "quantization_config" in config:
+        return  # packed weights have shapes of their own
+    head_dim = text_value(config, "head_dim")
+    sizes = {"hidden": _hidden(model), "intermediate": text_value(config, "intermediate_size")}
+    for key in ("heads", "key_value_heads"):
+        count = text_value(config, "num_attention_heads" if key == "heads" else "num_key_value_heads")
+        sizes[key] = count * head_dim if count and head_dim else None
+    for name, shape in shapes.items():
+        layer = layer_of(name)
+        wanted = PART_SHAPES.get(layer[2], ()) if layer else ("hidden",) if name == "model.norm.weight" else ()
+        if len(wanted) != len(shape):
+            continue
+        for dim, key in enumerate(wanted):
+            if sizes[key] not in {None, shape[dim]}:
+                what = "length" if len(shape) == 1 else ("rows", "columns")[dim]
+                msg = f"{name} is {list(shape)}, but {_where(model)} says {sizes[key]} {what} ({_MEANING[key]})"
+                raise CheckpointError(msg, hint=f"a tensor-parallel part saved as a whole, or {_OTHER_MODEL}")
 
 
 def _hidden(model: ModelInfo) -> int | None:

@@ -6,8 +6,9 @@ Both look the same in the files (same name, shape and placements, on disjoint me
 - VeOmni's expert parallelism under verl: each EP rank has its own slice of the experts, sharded over
   a mesh of its own. Different data, to be joined on dim 0 in ascending order of the ranks.
 
-So the bytes decide, and config.json must agree: a join needs its number of experts to be (number
-of slices) * (size of dim 0). Whatever is neither is refused. Bytes are compared by the checksums in
+Only a stack of experts by its name (`...experts.down_proj`, no expert's number) can be slices, and
+config.json must agree: a join needs its number of experts to be (number of slices) * (size of
+dim 0). Everything else is copies, if the bytes are equal, or refused. Bytes are compared by the checksums in
 the files where both have one (an equal checksum is believed for tensors that cannot be experts),
 otherwise read in pieces of at most 1 MiB.
 """
@@ -28,7 +29,7 @@ from merge_stream.storage.base import ByteTree
 
 __all__ = ["GroupResolver", "expert_count"]
 
-_ONE_EXPERT = re.compile(r"experts\.\d")
+_STACK = re.compile(r"(?:.*\.)?experts\.(?!\d+$)[^.]+")
 _STEP = 1 << 20
 _SAMPLE = 4096
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
@@ -78,17 +79,16 @@ class GroupResolver:
         groups = sorted(groups, key=lambda group: min(group.ranks))
         first = groups[0]
         self._require_alike(tensor, groups)
-        may_be_experts = len(first.shape) > 0 and ("expert" in tensor or len(first.shape) >= 3)
+        stacked = _is_stack(tensor, len(first.shape))
         wanted = 1
-        if may_be_experts and self._experts and first.shape[0] and self._experts % first.shape[0] == 0:
+        if stacked and self._experts and first.shape[0] and self._experts % first.shape[0] == 0:
             wanted = self._experts // first.shape[0]
-        stacked = "experts" in tensor and "shared_expert" not in tensor and not _ONE_EXPERT.search(tensor)
         if stacked and wanted == len(groups):
             return [[group] for group in groups]
         classes: list[list[Group]] = []
         for group in groups:
             for known in classes:
-                if self._equal(known[0], group, certain=may_be_experts):
+                if self._equal(known[0], group, certain=stacked):
                     known.append(group)
                     break
             else:
@@ -143,6 +143,11 @@ class GroupResolver:
         )
         hint = "if they are expert-parallel slices, put the model's config.json into huggingface/ beside the rank files"
         return UnsupportedError(msg, hint=hint)
+
+
+def _is_stack(tensor: str, ndim: int) -> bool:
+    """Whether dim 0 counts experts: `...experts.w1` of three dims, or its bias of two."""
+    return bool(_STACK.fullmatch(tensor)) and ndim >= (2 if tensor.endswith("bias") else 3)
 
 
 def _pattern(group: Group) -> tuple[Any, ...]:
