@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.base import ModelInfo, class_names
 from merge_stream.architectures.families import (
     EMBEDDINGS,
     FUSED_EXPERTS,
@@ -246,7 +246,7 @@ def _power_of_two(number: int) -> int:
 def _check_output_head(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
     config = model.config or {}
     flags = [part["tie_word_embeddings"] for part in text_configs(config) if "tie_word_embeddings" in part]
-    causal = any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in config.get("architectures") or ())
+    causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in class_names(config))
     if not causal or not flags or any(flag is not False for flag in flags):
         return
     if "model.embed_tokens.weight" in shapes and all(name.startswith("model.") for name in shapes):
