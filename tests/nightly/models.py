@@ -85,6 +85,7 @@ GENERATES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_num_shared_experts": 1,
         },
     ),
+    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -121,7 +122,6 @@ LOADS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "use_routing_bias": True,
         },
     ),
-    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_vl": _qwen_vl("qwen2_vl", {"model_type": "qwen2_vl_text"}, hidden_size=128),
     "qwen2_5_vl": _qwen_vl("qwen2_5_vl", {"model_type": "qwen2_5_vl_text"}, window_size=16),
     "qwen3_vl": _qwen_vl("qwen3_vl", {"model_type": "qwen3_vl_text"}),
@@ -142,6 +142,9 @@ LOADS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 FAMILIES = {**GENERATES, **LOADS}
+
+ARCHITECTURE = {"phimoe": "PhiMoEForCausalLM"}
+"""As the repository's config spells it, where transformers' class is called otherwise."""
 
 ZERO = {"ernie4_5_moe": "e_score_correction_bias"}
 """Set to 0: vLLM 0.32 on a CPU loads this bias and then chooses the experts of a softmax router without it."""

@@ -48,7 +48,7 @@ def dump(work: pathlib.Path, name: str) -> None:
     import transformers
     from safetensors.torch import save_file
 
-    from tests.nightly.models import FAMILIES, GENERATES, ZERO
+    from tests.nightly.models import ARCHITECTURE, FAMILIES, GENERATES, ZERO
 
     model_class, config_class, settings = FAMILIES[name]
     torch.manual_seed(0)
@@ -68,7 +68,9 @@ def dump(work: pathlib.Path, name: str) -> None:
     save_file(half, folder / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": [model_class]}, indent=1))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "architectures": [ARCHITECTURE.get(name, model_class)]}, indent=1)
+    )
     if name in GENERATES:
         tokens = list(PROMPT)
         for _ in range(MORE):
@@ -161,10 +163,12 @@ def load_weights(folder: pathlib.Path) -> list[str]:
 def judge(work: pathlib.Path, name: str) -> None:
     """Stage 3: both folders in vLLM; one json object on the last line of stdout."""
     import torch
+    from vllm.model_executor.models.registry import _VLLM_MODELS
 
     from tests.nightly.models import GENERATES
 
-    said: dict[str, Any] = {}
+    (architecture,) = json.loads((work / "ckpt/config.json").read_text())["architectures"]
+    said: dict[str, Any] = {"own": _VLLM_MODELS.get(architecture, ("transformers",))[0] != "transformers"}
     for folder in ("merged", "ckpt"):
         try:
             if name in GENERATES:
@@ -238,7 +242,7 @@ def check(work: pathlib.Path, name: str, python: str, trainer: list[str]) -> tup
         words = f"weights {'complete' if off == 0.0 else off}; unmerged: {'complete' if control == 0.0 else control}"
     else:
         words = f"{_figure(off)}; exchanged {_figure(exchanged)}; unmerged: {_figure(control)}"
-    return holds, words
+    return holds, words if said["own"] else f"{words} (transformers' model inside vLLM)"
 
 
 def _figure(value: float | str) -> str:
