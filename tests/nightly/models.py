@@ -85,7 +85,6 @@ GENERATES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_num_shared_experts": 1,
         },
     ),
-    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -110,6 +109,11 @@ def _llava(name: str, text: dict[str, Any], vision: dict[str, Any], **more: Any)
 
 
 LOADS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "phimoe": (
+        "PhimoeForCausalLM",
+        "PhimoeConfig",
+        {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True},
+    ),
     "minimax_m2": (
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",
@@ -153,6 +157,7 @@ TOWER, EXPERTS = "vision_tower.embeddings", "mlp.experts.down_proj"
 REFUSED = {
     "mixtral": "layers.0.mlp",
     "minimax_m2": "layers.0.mlp",
+    "phimoe": "layers.0.mlp",
     "deepseek_v2": EXPERTS,
     "deepseek_v3": EXPERTS,
     "ernie4_5_moe": "mlp.gate.gate",
