@@ -62,27 +62,33 @@ class TestReading:
             assert word in caught.value.message
         source.close()
 
-    @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
-    def test_a_kernel_without_uncached_reads_is_asked_once(
-        self, file: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    @pytest.mark.parametrize("cached", [True, False])
+    def test_read_pages_are_dropped_behind_unless_they_were_cached_before(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, cached: bool
     ) -> None:
-        flags_seen = []
+        path = tmp_path / "large"
+        nbytes = 40 << 20
+        with path.open("wb") as file:
+            file.truncate(nbytes)
+        dropped = []
         preadv = os.preadv
 
-        def old_kernel(fd: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
-            flags_seen.append(flags)
-            if flags:
-                raise OSError(number, os.strerror(number))
+        def disk(fd: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
+            if flags & os.RWF_NOWAIT and not cached:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             return preadv(fd, buffers, at)
 
-        monkeypatch.setattr(os, "preadv", old_kernel)
+        monkeypatch.setattr(os, "preadv", disk)
+        monkeypatch.setattr(os, "posix_fadvise", lambda _fd, at, count, _advice: dropped.append((at, count)))
         source = LocalSource()
-        for _ in range(3):
-            buffer = bytearray(len(DATA))
-            source.read_into(str(file), 0, memoryview(buffer))
-            assert buffer == DATA
-        assert sum(map(bool, flags_seen)) == 1
+        buffer = memoryview(bytearray(1 << 20))
+        for at in range(0, nbytes, 1 << 20):
+            source.read_into(str(path), at, buffer)
+            assert all(start + count <= at + (1 << 20) - (8 << 20) for start, count in dropped)
+        assert sum(count for _, count in dropped) == (0 if cached else 32 << 20)
+        assert all((start | count) % (2 << 20) == 0 for start, count in dropped)
         source.close()
+        assert ((0, 0) in dropped) is not cached  # the rest, at the end
 
     def test_other_errors_are_raised(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(*_: object) -> int:

@@ -232,12 +232,14 @@ def _open_file_limit() -> int:
 
 
 class _Uncached:
-    """Flags for bulk transfers that leave no pages in the page cache, where the kernel can.
+    """Flags for bulk writes that leave no pages in the page cache, where the kernel can.
 
-    RWF_DONTCACHE (Linux 6.14, ext4, xfs, btrfs): pages are dropped when read, and written
-    back at once when written; pages that were cached before stay. So a run neither pushes
-    other programs' files out of the cache nor piles up dirty pages. Small transfers share
-    pages with their neighbours and stay cached.
+    RWF_DONTCACHE (Linux 6.14, ext4, xfs, btrfs): pages are written back at once and dropped
+    then; pages that were cached before stay. So a run piles up no dirty pages and pushes no
+    other program's files out of the cache. Small transfers share pages with their
+    neighbours and stay cached. Reads have `_Behind`: with this flag a read that ends inside
+    a large folio drops what read-ahead had put there for the next one, and a checkpoint was
+    read in 2.9 s instead of 1.7 s.
     """
 
     def __init__(self) -> None:
@@ -258,39 +260,84 @@ _RWF_DONTCACHE = 0x80
 _BULK = 256 << 10
 
 
+class _Behind:
+    """Drops the pages of one file behind its reader, unless somebody had them cached before.
+
+    Pages go in whole folios (2 MiB at most) and some way behind the reading position, since
+    neighbouring reads share folios and several workers read one file. A reader that turns
+    back begins a new sweep. What is left goes when the file is done with.
+    """
+
+    __slots__ = ("_dropped", "_drops")
+
+    _FOLIO = 2 << 20
+    _LAG = 8 << 20
+    _STEP = 4 << 20
+
+    def __init__(self, fd: int) -> None:
+        self._drops = not _is_cached(fd)
+        self._dropped = 0
+
+    def passed(self, fd: int, stop: int) -> None:
+        """Bytes up to `stop` were read."""
+        if not self._drops:
+            return
+        reached = max(stop - self._LAG, 0) // self._FOLIO * self._FOLIO
+        before = self._dropped
+        if reached - before >= self._STEP:
+            self._dropped = reached
+            os.posix_fadvise(fd, before, reached - before, os.POSIX_FADV_DONTNEED)
+        elif stop < before:
+            self._dropped = reached
+
+    def done(self, path: str) -> None:
+        """The file is not read any more."""
+        if self._drops:
+            with contextlib.suppress(OSError), _readable(path) as fd:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _is_cached(fd: int) -> bool:
+    """True when most of a few bytes, spread over the file, come without waiting for the disk."""
+    size = os.fstat(fd).st_size
+    byte = bytearray(1)
+    hits = 0
+    for k in range(8):
+        try:
+            hits += os.preadv(fd, [byte], size * (2 * k + 1) // 16, os.RWF_NOWAIT)
+        except OSError:  # not cached, or a file system that cannot tell
+            continue
+    return hits >= 6
+
+
 class LocalSource:
     """Positioned reads with a bounded cache of open files."""
 
     def __init__(self) -> None:
         self._files = _Files(os.O_RDONLY, _open_file_limit())
-        self._uncached = _Uncached()
+        self._behind: dict[str, _Behind] = {}
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer`; TruncatedFileError names path, offset, wanted and got."""
         wanted, done = len(buffer), 0
         with self._files.using(path) as fd:
+            behind = self._behind.get(path)
+            if behind is None:
+                behind = self._behind.setdefault(path, _Behind(fd))
             while done < wanted:
-                more = self._read(fd, offset + done, buffer[done:] if done else buffer)
+                more = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
                 if more == 0:
                     msg = f"{path} ends at byte {offset + done}, wanted {wanted} bytes at offset {offset}"
                     raise TruncatedFileError(msg, hint="the file is cut, or shrank during the run")
                 done += more
-
-    def _read(self, fd: int, offset: int, buffer: memoryview) -> int:
-        flags = self._uncached.flags(len(buffer))
-        try:
-            done = os.preadv(fd, [buffer], offset, flags)
-        except OSError as error:
-            if not self._uncached.refused(error, flags):
-                raise
-            done = os.preadv(fd, [buffer], offset)
-        if not self._uncached.works and done >= _BULK:
-            os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
-        return done
+            behind.passed(fd, offset + done)
 
     def close(self) -> None:
         """Close all files."""
         self._files.close()
+        for path, behind in self._behind.items():
+            behind.done(path)
+        self._behind.clear()
 
 
 class LocalSink:
