@@ -6,7 +6,11 @@ No rank outlives the call: each ends itself (stacks dumped) at its deadline, is 
 the parent dies, and its whole process group is killed when any other rank fails.
 
 `rank_job` is what the module calls inside a rank: it joins the gloo process group over a file store
-(no ports to collide) and leaves it.
+(no ports to collide).
+
+A rank runs as `python -m tests.makers.ranks MODULE ARGUMENTS`: when the module's work is done it leaves by
+`os._exit`. gloo's threads still run then, and taking them down in order now and then ends in
+"terminate called without an active exception" (torch 2.13, about one run in a few hundred).
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ import datetime as dt
 import faulthandler
 import os
 import pathlib
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,7 +73,7 @@ def run_ranks(module: str, arguments: Sequence[str], *, world_size: int, seconds
                 with log.open("wb") as sink:
                     ranks.append(
                         subprocess.Popen(
-                            [sys.executable, "-m", module, *arguments],
+                            [sys.executable, "-m", __name__, module, *arguments],
                             env=environment,
                             stdin=subprocess.DEVNULL,
                             stdout=sink,
@@ -84,28 +90,24 @@ def run_ranks(module: str, arguments: Sequence[str], *, world_size: int, seconds
 
 @contextlib.contextmanager
 def rank_job() -> Iterator[tuple[int, int]]:
-    """Inside a rank: join the process group, give (rank, world size), leave the group."""
+    """Inside a rank: join the process group, give (rank, world size), wait until every rank is through."""
     import torch
     import torch.distributed as dist
 
     seconds = float(os.environ[RankEnvironment.SECONDS])
+    faulthandler.enable()
     faulthandler.dump_traceback_later(seconds, exit=True)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     rank, world_size = int(os.environ[RankEnvironment.RANK]), int(os.environ[RankEnvironment.WORLD_SIZE])
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ[RankEnvironment.STORE]}",
-        rank=rank,
-        world_size=world_size,
-        timeout=dt.timedelta(seconds=seconds),
-    )
-    try:
-        yield rank, world_size
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    patience = dt.timedelta(seconds=seconds)
+    store = dist.FileStore(os.environ[RankEnvironment.STORE], world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
+    yield rank, world_size
+    dist.barrier()
+    store.set(f"through/{rank}", "")  # a rank that left at once could cut the barrier of a slower one short
+    store.wait([f"through/{other}" for other in range(world_size)], patience)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], *, seconds: float) -> list[int | None]:
@@ -135,3 +137,24 @@ def _describe(module: str, codes: Sequence[int | None], logs: Sequence[pathlib.P
             tail = log.read_text(errors="replace").splitlines()[-30:]
             parts.append(f"--- rank {rank} ({code})\n" + "\n".join(tail))
     return "\n".join(parts)
+
+
+def _run_module() -> None:
+    """This process is one rank: run the module named on the command line, then leave at once."""
+    module, *arguments = sys.argv[1:]
+    sys.argv[:] = [module, *arguments]
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _run_module()
