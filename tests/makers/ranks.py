@@ -148,7 +148,7 @@ def _run_module() -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - told, and turned into the exit code
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
