@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them.
+"""Sizes, durations, counts and names as people write them.
 
 `G` and `GB` are 10^9 bytes, `Gi` and `GiB` 2^30 (likewise K, M, T), as the Hugging
 Face hub counts; a bare number is bytes. No library parses all of these spellings
@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from merge_stream.errors import UsageError
 
-__all__ = ["format_bytes", "format_duration", "parse_bytes", "parse_memory"]
+__all__ = ["counted", "format_bytes", "format_duration", "parse_bytes", "parse_memory", "printable"]
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgtp]?)(?P<binary>i?)b?", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -69,3 +69,29 @@ def format_duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def counted(number: int, word: str, words: str = "") -> str:
+    """A number with its word: "1 file", "3 files", "2 copies" (`words` where the plural is not `word` and an s)."""
+    return f"{number} {word if number == 1 else words or word + 's'}"
+
+
+def printable(text: str) -> str:
+    """The text with everything escaped that a terminal or a JSON reader could trip over; line breaks and tabs stay.
+
+    Bytes of a file name that are no UTF-8 become "\\xff", control characters and those that turn the
+    direction of writing "\\x1b", "\\u202e".
+    """
+    if text.isprintable():
+        return text
+    return _UNPRINTABLE.sub(lambda match: _escaped(match[0]), text)
+
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte of a file name that is no UTF-8
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo, class_names
@@ -26,7 +28,11 @@ Ints = tuple[int, ...]
 
 def dry_run(shapes: Mapping[str, Ints], model: ModelInfo) -> Converted | None:
     """The names and takes that transformers itself would save; None when it is absent or cannot tell."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with _offline():
+        return _dry_run(shapes, model)
+
+
+def _dry_run(shapes: Mapping[str, Ints], model: ModelInfo) -> Converted | None:
     try:
         import torch
         from transformers.conversion_mapping import get_model_conversion_mapping  # type: ignore[import-not-found,unused-ignore]
@@ -50,6 +56,23 @@ def dry_run(shapes: Mapping[str, Ints], model: ModelInfo) -> Converted | None:
     except Exception:  # noqa: BLE001 - foreign code: whatever fails there, the refusal that follows says what to do
         return None
     return None if None in parameters else Converted(tuple(p for p in parameters if p is not None), {})
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Without the Hub, which transformers would ask; a push after it must reach the Hub again."""
+    if "HF_HUB_OFFLINE" in os.environ:
+        yield
+        return
+    loaded = "huggingface_hub.constants" in sys.modules
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("HF_HUB_OFFLINE", None)
+        constants = sys.modules.get("huggingface_hub.constants")
+        if constants is not None and not loaded:
+            constants.HF_HUB_OFFLINE = False  # type: ignore[attr-defined]
 
 
 def _empty_model(model: ModelInfo, torch: Any) -> Any:
