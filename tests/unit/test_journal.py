@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merge_stream.engine import journal as module
-from merge_stream.engine.journal import DoneRanges, Journal, WrittenRange, checksum, read_journal
+from merge_stream.engine.journal import DoneRanges, Journal, JournalContent, WrittenRange, checksum, read_journal
 from merge_stream.errors import CorruptCheckpointError
 
 
@@ -68,16 +70,50 @@ class TestWhatAKillLeaves:
             with_more.close()
             assert read_journal(path).trusted == DoneRanges((*allowed[whole], D))
 
-    def test_a_changed_byte_ends_the_belief_there(self, path: str, boot: list[str]) -> None:
+    def test_a_changed_byte_ends_all_belief(self, path: str, boot: list[str]) -> None:
+        """No kill leaves a whole line with a wrong check: the file is damaged, and what stood there is unknown."""
         j = Journal(path)
         for r in (A, B, C):
             j.record([r])
         j.close()
         text = Path(path).read_bytes()
-        at = text.index(b"r 0 10 20")
-        for k in range(at, text.index(b"\n", at) + 1):
+        for k in range(len(text)):
             Path(path).write_bytes(text[:k] + bytes([text[k] ^ 1]) + text[k + 1 :])
-            assert read_journal(path).trusted == DoneRanges((A,))
+            content = read_journal(path)
+            assert content.damaged
+            assert (content.trusted, content.doubtful) == (DoneRanges(), ())
+
+    def test_what_a_damaged_journal_names_counts_again_once_it_is_recorded_anew(
+        self, path: str, boot: list[str]
+    ) -> None:
+        j = Journal(path)
+        for r in (A, C):
+            j.record([r])
+        j.close()
+        with Path(path).open("ab") as file:
+            file.write(b"r 0 10 20 0 0\n")
+        j = Journal(path)
+        assert j.before.damaged
+        assert list(j.noted()) == [A, C]
+        assert read_journal(path).trusted == DoneRanges()  # for good: the damage is not to be seen any more
+        j.record([C])
+        j.close()
+        content = read_journal(path)
+        assert (content.trusted, content.damaged) == (DoneRanges((C,)), False)
+
+    def test_a_full_disk_leaves_no_half_line_before_another_workers_line(
+        self, path: str, boot: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        j = Journal(path)
+        j.record([A])
+        with monkeypatch.context() as patch:
+            real = os.pwrite
+            patch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:5], at) if len(data) > 20 else _full())
+            with pytest.raises(OSError, match="No space"):
+                j.record([WrittenRange(0, 10, 20, "0123456789abcdef" * 2)])
+        j.record([C])  # of another worker that has not heard of it
+        j.close()
+        assert read_journal(path) == JournalContent(DoneRanges((A,)), (), 1, Path(path).stat().st_size)
 
     def test_a_line_that_is_none_is_an_error_with_a_way_out(self, path: str) -> None:
         import xxhash
@@ -86,6 +122,10 @@ class TestWhatAKillLeaves:
         Path(path).write_bytes(body + b" " + xxhash.xxh3_64_hexdigest(body).encode() + b"\n")
         with pytest.raises(CorruptCheckpointError, match="--restart"):
             read_journal(path)
+
+
+def _full() -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class TestWhatAPowerFailureLeaves:

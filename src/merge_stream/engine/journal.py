@@ -13,7 +13,9 @@ a power failure lines that no `s` of their own run covers may not be: on another
 are believed only when the bytes on disk have the noted checksum. (An `s` of a later run
 says nothing about them: that run may have found them false, or not have synced their file.)
 A torn tail is cut off; so is, when a sync fails, what was noted since the last one that
-did not: the kernel may have dropped those pages.
+did not: the kernel may have dropped those pages. A line that no kill can leave (whole and
+with a wrong check, or with valid lines behind it) means that the file itself is damaged:
+an `x` may be lost, so no range is believed unless the bytes on disk have its checksum.
 """
 
 from __future__ import annotations
@@ -113,13 +115,15 @@ class JournalContent:
     """What a journal file says: `trusted` ranges are done, `doubtful` ones only if their checksum still holds.
 
     `lines` counts r-lines, `nbytes` is the length of the part that is whole. Only what no
-    sync covers is kept line by line: the journal of a terabyte stays small in memory.
+    sync covers is kept line by line: the journal of a terabyte stays small in memory. Of a
+    `damaged` file nothing is trusted and nothing kept; `Journal.noted` reads its ranges again.
     """
 
     trusted: DoneRanges
     doubtful: tuple[WrittenRange, ...]
     lines: int
     nbytes: int
+    damaged: bool = False
 
 
 def read_journal(path: str) -> JournalContent:
@@ -129,9 +133,12 @@ def read_journal(path: str) -> JournalContent:
     waiting: list[tuple[int, WrittenRange]] = []  # (number of the r-line, range) of the run, while no sync covers it
     count = good = 0
     here, this_boot = _boot_id(), False
-    for raw in _lines(path):
-        body, _, check = raw.rstrip(b"\n").rpartition(b" ")
-        if not raw.endswith(b"\n") or xxhash.xxh3_64_hexdigest(body).encode() != check:
+    lines = _lines(path)
+    for raw in lines:
+        body = _body(raw)
+        if body is None:
+            if not _is_torn(raw) or any(_body(later) is not None for later in lines):
+                return JournalContent(DoneRanges(), (), count, good, damaged=True)
             break
         good += len(raw)
         kind, *fields = body.decode("ascii").split(" ")
@@ -161,6 +168,17 @@ def _lines(path: str) -> Iterator[bytes]:
         yield from file
 
 
+def _body(raw: bytes) -> bytes | None:
+    """A line without its check; None when the check is wrong or the line has no end."""
+    body, _, check = raw[:-1].rpartition(b" ")
+    return body if raw.endswith(b"\n") and xxhash.xxh3_64_hexdigest(body).encode() == check else None
+
+
+def _is_torn(raw: bytes) -> bool:
+    """True for what a write that was cut off can have left: part of a line (or holes, after a power failure)."""
+    return not raw.endswith(b"\n") and _body(raw[:-1] + b"\n") is None
+
+
 @dataclass(frozen=True, slots=True)
 class JournalMark:
     """A place in a journal: behind `lines` r-lines and `nbytes` bytes."""
@@ -172,7 +190,8 @@ class JournalMark:
 class Journal:
     """Append-only record of written ranges in the file `path`; opening cuts off a torn tail.
 
-    `before` is what earlier runs noted.
+    `before` is what earlier runs noted. Of a damaged file all is struck out for good, and what
+    `noted` names must be read and recorded anew to count.
     """
 
     def __init__(self, path: str) -> None:
@@ -182,10 +201,11 @@ class Journal:
         self._lock = threading.Lock()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         os.ftruncate(self._fd, self.before.nbytes)
-        os.lseek(self._fd, self.before.nbytes, os.SEEK_SET)
         self._mark = JournalMark(self.before.lines, self.before.nbytes)
         self._append(f"b {_boot_id()}")
         self._durable = self._mark
+        if self.before.damaged:
+            self.forget(*sorted({r.output for r in self.noted()}))
 
     @property
     def mark(self) -> JournalMark:
@@ -202,10 +222,22 @@ class Journal:
         os.fdatasync(self._fd)
         self._durable = mark
 
-    def forget(self, output: int) -> None:
-        """Note that all ranges of `output` are lost; returns when that is on stable storage."""
-        self._append(f"x {output}")
+    def forget(self, *outputs: int) -> None:
+        """Note that all ranges of these outputs are lost; returns when that is on stable storage."""
+        for output in outputs:
+            self._append(f"x {output}")
         os.fdatasync(self._fd)
+
+    def noted(self) -> Iterator[WrittenRange]:
+        """Every range that the whole lines of earlier runs name, one after another, true or not."""
+        left = self.before.nbytes
+        for raw in _lines(self.path):
+            left -= len(raw)
+            if left < 0:
+                return
+            kind, *fields = raw[:-1].rpartition(b" ")[0].decode("ascii").split(" ")
+            if kind == "r":
+                yield from (_range(fields[k : k + _FIELDS]) for k in range(0, len(fields), _FIELDS))
 
     def retract(self) -> None:
         """Cut off what was recorded since the last mark that was synced: it may be lost. The journal's last word."""
@@ -223,10 +255,15 @@ class Journal:
         with self._lock:
             if self._retracted:
                 return
-            mark = JournalMark(self._mark.lines + lines, self._mark.nbytes + len(data))
-            while data:
-                data = data[os.write(self._fd, data) :]
-            self._mark = mark
+            begin, done = self._mark, 0
+            try:
+                while done < len(data):
+                    done += os.pwrite(self._fd, data[done:], begin.nbytes + done)
+            except OSError:  # a full disk: no other worker's line may stand behind half of this one
+                self._retracted = True
+                os.ftruncate(self._fd, begin.nbytes)
+                raise
+            self._mark = JournalMark(begin.lines + lines, begin.nbytes + done)
 
 
 def _range(fields: Sequence[str]) -> WrittenRange:

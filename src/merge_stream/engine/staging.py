@@ -221,7 +221,7 @@ class DirectStaging:
         for number in sorted((done.outputs | {r.output for r in doubtful}) - present):
             self._journal.forget(number)
             done.forget(number)
-        for r in doubtful:
+        for r in self._journal.noted() if self._journal.before.damaged else doubtful:
             if r.output in present and r.stop - r.start <= _LARGEST_RECHECK:
                 buffer = memoryview(bytearray(r.stop - r.start))
                 self.sink.read_into(self._plan.outputs[r.output].name, r.start, buffer)
