@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DtypeName", "LayoutName", "LoraChoice", "LoraMode", "MergeOptions", "OpenOptions"]
+__all__ = ["DtypeName", "IoName", "LayoutName", "LoraChoice", "LoraMode", "MergeOptions", "OpenOptions"]
 
 DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 LayoutName = Literal["upstream", "as-is"]
+IoName = Literal["auto", "pread", "mmap"]
 LoraMode = Literal["merge", "keep", "both"]
 
 
@@ -46,6 +47,8 @@ class MergeOptions:
     max_shard_size  largest output file in bytes of tensor data (a larger tensor stands alone)
     max_mem         bound of the whole process in bytes
     workers         threads, or None for the number of cores
+    io              how source bytes are read: "pread", "mmap", or "auto" for what measured best; the
+                    bytes are the same, so another one may continue a run
     """
 
     dtype: DtypeName = "keep"
@@ -63,3 +66,4 @@ class MergeOptions:
     restart: bool = False
     max_mem: int = 8_000_000_000
     workers: int | None = None
+    io: IoName = "auto"

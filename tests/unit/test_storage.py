@@ -154,7 +154,7 @@ class TestOpenFiles:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """512 rank files and a limit of 8: idle ones are closed, those in use never are."""
-        monkeypatch.setattr(module, "_open_file_limit", lambda: 8)
+        monkeypatch.setattr(module, "open_file_limit", lambda: 8)
         for k in range(100):
             (tmp_path / str(k)).write_bytes(b"%04d" % k * 100)
         source = LocalSource()
@@ -183,7 +183,7 @@ class TestOpenFiles:
         assert open_fds(tmp_path) == 0
 
     def test_a_failed_read_leaves_no_file_in_use(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_open_file_limit", lambda: 1)
+        monkeypatch.setattr(module, "open_file_limit", lambda: 1)
         for name in "abcd":
             (tmp_path / name).write_bytes(b"x")
         source = LocalSource()

@@ -1,24 +1,25 @@
-"""Local files: listing input folders, positioned reads and writes, a bounded set of open files."""
+"""Local files: listing input folders, reads and writes at an offset."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
-import resource
 import stat
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from merge_stream.errors import CorruptCheckpointError, TruncatedFileError, UnknownFormatError
+from merge_stream.options import IoName
 from merge_stream.storage.base import FileEntry
+from merge_stream.storage.mapped import Mapped
+from merge_stream.storage.open_files import OpenFiles, open_file_limit
+from merge_stream.storage.page_cache import Behind, Uncached
 
 __all__ = ["LocalSink", "LocalSource", "LocalTree", "natural_key", "time_of_change"]
 
 _DEPTH = 5
 _MOST_FILES = 2_000_000
+_WINDOW = 4 << 20
 _SKIP_FOLDERS = {".git", "__pycache__", "wandb", ".cache", ".merge-stream"}
 
 
@@ -168,169 +169,35 @@ def _readable(path: str) -> Iterator[int]:
         os.close(fd)
 
 
-class _Files:
-    """Open file descriptors by key: at most `most` idle ones are kept, those in use are never closed."""
-
-    def __init__(self, flags: int, most: int) -> None:
-        self._flags = flags
-        self._most = most
-        self._lock = threading.Lock()
-        self._open: OrderedDict[str, _InUse] = OrderedDict()
-
-    def using(self, path: str) -> _InUse:
-        """The open file, for a `with` block; its descriptor is what the block gets."""
-        with self._lock:
-            slot = self._open.get(path)
-            if slot is None:
-                slot = self._open[path] = _InUse(os.open(path, self._flags | os.O_CLOEXEC), self)
-            slot.users += 1
-            self._open.move_to_end(path)
-        return slot
-
-    def release(self, slot: _InUse) -> None:
-        with self._lock:
-            slot.users -= 1
-            if len(self._open) > self._most:
-                for key in [k for k, s in self._open.items() if s.users == 0][: len(self._open) - self._most]:
-                    os.close(self._open.pop(key).fd)
-
-    def close(self) -> None:
-        with self._lock:
-            for slot in self._open.values():
-                os.close(slot.fd)
-            self._open.clear()
-
-
-class _InUse:
-    """An open file and how many use it; leaving the `with` block is one user less.
-
-    A class, since a generator would cost more than the read of a small shard.
-    """
-
-    __slots__ = ("_files", "fd", "users")
-
-    def __init__(self, fd: int, files: _Files) -> None:
-        self.fd = fd
-        self.users = 0
-        self._files = files
-
-    def __enter__(self) -> int:
-        return self.fd
-
-    def __exit__(self, *_: object) -> None:
-        self._files.release(self)
-
-
-def _open_file_limit() -> int:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return max(16, (4096 if soft == resource.RLIM_INFINITY else soft) // 2)
-
-
-class _Uncached:
-    """Flags for bulk writes that leave no pages in the page cache, where the kernel can.
-
-    RWF_DONTCACHE (Linux 6.14, ext4, xfs, btrfs): pages are written back at once and dropped
-    then; pages that were cached before stay. So a run piles up no dirty pages and pushes no
-    other program's files out of the cache. Small transfers share pages with their
-    neighbours and stay cached. Reads have `_Behind`: with this flag a read that ends inside
-    a large folio drops what read-ahead had put there for the next one, and a checkpoint was
-    read in 2.9 s instead of 1.7 s.
-    """
-
-    def __init__(self) -> None:
-        self.works = True
-
-    def flags(self, nbytes: int) -> int:
-        return _RWF_DONTCACHE if self.works and nbytes >= _BULK else 0
-
-    def refused(self, error: OSError, flags: int) -> bool:
-        """True when the call failed only because of the flag; it is not used again."""
-        if flags and error.errno in {errno.EOPNOTSUPP, errno.EINVAL}:
-            self.works = False
-            return True
-        return False
-
-
-_RWF_DONTCACHE = 0x80
-_BULK = 256 << 10
-
-
-class _Behind:
-    """Drops the pages of one file behind its reader, unless somebody had them cached before.
-
-    Pages go in whole folios (2 MiB at most) and some way behind the reading position, since
-    neighbouring reads share folios and several workers read one file. A reader that turns
-    back begins a new sweep. What is left goes when the file is done with.
-    """
-
-    __slots__ = ("_dropped", "_drops")
-
-    _FOLIO = 2 << 20
-    _LAG = 8 << 20
-    _STEP = 4 << 20
-
-    def __init__(self, fd: int) -> None:
-        self._drops = not _is_cached(fd)
-        self._dropped = 0
-
-    def passed(self, fd: int, stop: int) -> None:
-        """Bytes up to `stop` were read."""
-        if not self._drops:
-            return
-        reached = max(stop - self._LAG, 0) // self._FOLIO * self._FOLIO
-        before = self._dropped
-        if reached - before >= self._STEP:
-            self._dropped = reached
-            os.posix_fadvise(fd, before, reached - before, os.POSIX_FADV_DONTNEED)
-        elif stop < before:
-            self._dropped = reached
-
-    def done(self, path: str) -> None:
-        """The file is not read any more."""
-        if self._drops:
-            with contextlib.suppress(OSError), _readable(path) as fd:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _is_cached(fd: int) -> bool:
-    """True when most of a few bytes, spread over the file, come without waiting for the disk."""
-    size = os.fstat(fd).st_size
-    byte = bytearray(1)
-    hits = 0
-    for k in range(8):
-        try:
-            hits += os.preadv(fd, [byte], size * (2 * k + 1) // 16, os.RWF_NOWAIT)
-        except OSError:  # not cached, or a file system that cannot tell
-            continue
-    return hits >= 6
-
-
 class LocalSource:
-    """Positioned reads with a bounded cache of open files."""
+    """Exact positioned reads of any number of files, with a bounded number of them open.
 
-    def __init__(self) -> None:
-        self._files = _Files(os.O_RDONLY, _open_file_limit())
-        self._behind: dict[str, _Behind] = {}
+    `io` is how bytes get here: "pread" reads them, "mmap" maps windows of at most
+    `window_bytes` and reads what a window could not give (`storage.mapped`), so both give the
+    same bytes and the same errors. "auto" is pread: it won on every file system that was
+    measured (docs/performance.md). UnsupportedError when the system does not let us map safely.
+    """
+
+    def __init__(self, io: IoName = "auto", *, window_bytes: int = _WINDOW) -> None:
+        self._files = OpenFiles(os.O_RDONLY, open_file_limit())
+        self._behind: dict[str, Behind] = {}
+        self._mapped = Mapped(window_bytes) if io == "mmap" else None
+
+    @property
+    def mapped_nbytes(self) -> int:
+        """Bytes that came through a mapped window."""
+        return self._mapped.nbytes if self._mapped is not None else 0
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`; TruncatedFileError names path, offset, wanted and got."""
-        wanted, done = len(buffer), 0
+        """Fill `buffer`; TruncatedFileError names path, offset, wanted and got, an OSError names the path."""
         with self._files.using(path) as fd:
             behind = self._behind.get(path)
             if behind is None:
-                behind = self._behind.setdefault(path, _Behind(fd))
-            while done < wanted:
-                more = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
-                if more == 0:
-                    msg = f"{path} ends at byte {offset + done}, wanted {wanted} bytes at offset {offset}"
-                    raise TruncatedFileError(msg, hint="the file is cut, or shrank during the run")
-                done += more
-            behind.passed(fd, offset + done)
+                behind = self._behind.setdefault(path, Behind(fd))
+            done = self._mapped.copy(fd, offset, buffer) if self._mapped is not None else 0
+            if done < len(buffer):
+                _read(path, fd, offset, buffer, done)
+            behind.passed(fd, offset + len(buffer))
 
     def close(self) -> None:
         """Close all files."""
@@ -340,13 +207,28 @@ class LocalSource:
         self._behind.clear()
 
 
+def _read(path: str, fd: int, offset: int, buffer: memoryview, done: int) -> None:
+    """Fill `buffer`, whose first `done` bytes are there."""
+    wanted = len(buffer)
+    try:
+        while done < wanted:
+            more = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+            if more == 0:
+                msg = f"{path} ends at byte {offset + done}, wanted {wanted} bytes at offset {offset}"
+                raise TruncatedFileError(msg, hint="the file is cut, or shrank during the run")
+            done += more
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
+
+
 class LocalSink:
     """Positioned writes below one folder; creates files with the modes the umask asks for."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._files = _Files(os.O_RDWR, _open_file_limit())
-        self._uncached = _Uncached()
+        self._files = OpenFiles(os.O_RDWR, open_file_limit())
+        self._uncached = Uncached()
 
     def path(self, name: str) -> str:
         """Absolute path of an output file."""
@@ -364,11 +246,15 @@ class LocalSink:
             os.close(fd)
 
     def write_at(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Write all of `buffer`."""
-        done = 0
-        with self._files.using(self.path(name)) as fd:
-            while done < len(buffer):
-                done += self._write(fd, offset + done, buffer[done:] if done else buffer)
+        """Write all of `buffer`; an OSError names the path."""
+        done, path = 0, self.path(name)
+        with self._files.using(path) as fd:
+            try:
+                while done < len(buffer):
+                    done += self._write(fd, offset + done, buffer[done:] if done else buffer)
+            except OSError as error:
+                error.filename = error.filename or path
+                raise
 
     def _write(self, fd: int, offset: int, buffer: memoryview) -> int:
         flags = self._uncached.flags(len(buffer))
@@ -381,14 +267,9 @@ class LocalSink:
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from the output file."""
-        with self._files.using(self.path(name)) as fd:
-            done = 0
-            while done < len(buffer):
-                more = os.preadv(fd, [buffer[done:]], offset + done)
-                if more == 0:
-                    msg = f"{self.path(name)} ends at byte {offset + done}, wanted {len(buffer)} bytes at {offset}"
-                    raise TruncatedFileError(msg)
-                done += more
+        path = self.path(name)
+        with self._files.using(path) as fd:
+            _read(path, fd, offset, buffer, 0)
 
     def sync(self, name: str) -> None:
         """Fdatasync of one file."""
