@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from merge_stream.architectures.lora_settings import SETTINGS_FILES
 from merge_stream.discovery import members_of
 from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UnsupportedError, UsageError
+from merge_stream.formats._stored_checksums import INTEGRITY_FILE, IntegrityFile
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.local import LocalTree
 from merge_stream.tensors.ref import Catalog
+from merge_stream.tensors.stored_checksum import ChecksumReader
 
 __all__ = ["Found", "find_checkpoint", "open_checkpoint"]
 
@@ -51,11 +53,16 @@ def open_checkpoint(paths: Sequence[str | os.PathLike[str]], options: OpenOption
     return dataclasses.replace(
         catalog,
         beside=beside,
+        checksums=(*catalog.checksums, *_integrity(found.tree)),
         notes=(*given, *notes),
         config_dirs=tuple(dirs),
         facts=facts,
         root=catalog.root or found.tree.label,
     )
+
+
+def _integrity(tree: LocalTree) -> tuple[ChecksumReader, ...]:
+    return (IntegrityFile(tree),) if INTEGRITY_FILE in tree.files else ()
 
 
 def find_checkpoint(tree: LocalTree, format_name: str | None = None) -> Found:

@@ -56,13 +56,19 @@ def join_base(adapter: Catalog, base: Catalog, model: ModelInfo) -> Catalog:
         facts={**adapter.facts, JOINED: f"{len(base.files)} weight files"},
         notes=(*adapter.notes, f"the adapter belongs to the weights of {base.root}"),
         metadata_nbytes=adapter.metadata_nbytes + base.metadata_nbytes,
+        checksums=(*adapter.checksums, *base.checksums),
     )
 
 
 def beside(model: Catalog, adapter: Catalog) -> Catalog:
     """A plain model and an adapter that is kept beside it; their names never meet."""
     tensors = {**model.tensors, **_after(model, adapter)}
-    return dataclasses.replace(model, tensors=tensors, files=(*model.files, *adapter.files))
+    return dataclasses.replace(
+        model,
+        tensors=tensors,
+        files=(*model.files, *adapter.files),
+        checksums=(*model.checksums, *adapter.checksums),
+    )
 
 
 def _after(first: Catalog, second: Catalog) -> dict[str, TensorRef]:

@@ -1,12 +1,13 @@
 """The probe: facts that metadata cannot tell, found by a bounded, streamed look at bytes.
 
-Between catalog and plan. Are the two ends of a tie equal? Do stored replicas agree? Its
-answers are part of the plan, its bytes part of the plan's figures.
+Between catalog and plan. Do the bytes still have the checksums that the containers hold? Are
+the two ends of a tie equal? Do stored replicas agree? Its answers are part of the plan, its
+bytes part of the plan's figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from merge_stream.encodings.base import Encoding
@@ -15,6 +16,7 @@ from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.compare import Difference, Pair, compare_pairs
 from merge_stream.engine.events import Observer, Phase
 from merge_stream.engine.executor import StopFlag
+from merge_stream.engine.stored_checksums import ChecksumFindings, check_stored, ranges_read, refuse_broken
 from merge_stream.planning.plan import Assembly, ParameterPlan, ResolvedTake
 from merge_stream.storage.base import ByteSource
 from merge_stream.tensors.box import Box
@@ -35,6 +37,26 @@ class Prober:
     observer: Observer
     stop: StopFlag
     read_nbytes: int = 0
+
+    def stored_checksums(self, sources: Iterable[Assembly], *, replicas: bool) -> ChecksumFindings:
+        """Check what the containers say of the bytes that `sources` read (and of the replicas, if those are read too).
+
+        CorruptCheckpointError names the file, the record and the tensors of each that does not fit.
+        """
+        tensors = self.catalog.tensors.values() if replicas else ()
+        copies = [_replicas(tensor) for tensor in tensors if tensor.replicas is not None]
+        findings = check_stored(
+            self.catalog,
+            ranges_read([*sources, *copies]),
+            source=self.source,
+            budget=self.budget,
+            segment_bytes=self.segment_bytes,
+            observer=self.observer,
+            stop=self.stop,
+        )
+        self.read_nbytes += findings.nbytes
+        refuse_broken(findings)
+        return findings
 
     def same(self, name: str, a: Assembly, b: Assembly) -> bool:
         """True when both assemblies hold the same bits; reading stops at the first difference.
@@ -92,6 +114,13 @@ class Prober:
             name = f"{tensor.name} (copy in {self.catalog.files[file].name})"
             pairs.append(Pair(name, _plain(name, wanted), _plain(name, got)))
         return pairs
+
+
+def _replicas(tensor: TensorRef) -> Assembly:
+    """All stored copies of a tensor as one source; it is for its ranges alone."""
+    whole = Box.whole(tensor.shape)
+    table = tensor.replicas or tensor.shards
+    return Assembly(tensor.shape, tensor.dtype, (ResolvedTake(table, whole, whole),))
 
 
 def _plain(name: str, source: Assembly) -> ParameterPlan:

@@ -43,6 +43,7 @@ from merge_stream.formats._dcp_metadata import (
 )
 from merge_stream.formats._names import noise_kind
 from merge_stream.formats._roots import naming_of, refuse_flat_parameters, select_model
+from merge_stream.formats._stored_checksums import ChunkRecords
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
@@ -124,6 +125,7 @@ class Dcp:
             naming=naming_of(tensors.keys()),
             config_dirs=config_dirs(tree),
             metadata_nbytes=meta.nbytes + chunks.read_nbytes,
+            checksums=(chunks.checksums,),
         )
 
 
@@ -142,6 +144,15 @@ class _ModelChunks:
         self._places = {(c.file, c.start): reader.place(c.file, c.start, c.nbytes, tensor=key) for c, key in wanted}
         self.count = len(wanted)
         self.read_nbytes = reader.read_nbytes
+        names = tuple(dict.fromkeys(chunk.file for chunk, _ in wanted))
+        number = {name: k for k, name in enumerate(names)}
+        self.checksums = ChunkRecords(
+            tree,
+            names,
+            np.array([number[chunk.file] for chunk, _ in wanted], dtype=np.int32),
+            np.array([chunk.start for chunk, _ in wanted], dtype=np.int64),
+            np.array([chunk.nbytes for chunk, _ in wanted], dtype=np.int64),
+        )
 
     def _checked(self, key: str, stored: Iterable[StoredChunk]) -> list[StoredChunk]:
         """The stored chunks that hold elements; every chunk of the tensor must be among them."""

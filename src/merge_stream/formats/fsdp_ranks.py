@@ -39,6 +39,7 @@ from merge_stream.formats._names import noise_kind
 from merge_stream.formats._rank_files import RankSet, choose_rank_set, ranks_text, recognise
 from merge_stream.formats._rank_index import Group, RankFile, RankIndex
 from merge_stream.formats._roots import naming_of, select_model
+from merge_stream.formats._stored_checksums import ZipRecords
 from merge_stream.formats.base import Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
@@ -100,6 +101,7 @@ class FsdpRanks:
             naming=naming_of(tensors),
             config_dirs=config_dirs(tree),
             metadata_nbytes=metadata + resolver.compared_nbytes,
+            checksums=(ZipRecords(tree, tuple(chosen.files.values())),),
         )
 
 

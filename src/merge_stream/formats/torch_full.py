@@ -35,6 +35,7 @@ from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, l
 from merge_stream.formats._hub_files import check_index, chosen_set, homes, hub_sets, weight_files
 from merge_stream.formats._names import noise_kind
 from merge_stream.formats._roots import Selection, naming_of, refuse_flat_parameters, select_model
+from merge_stream.formats._stored_checksums import ZipRecords
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
@@ -120,6 +121,7 @@ class TorchFull:
             naming=naming_of(tensors.keys()),
             config_dirs=config_dirs(tree),
             metadata_nbytes=sum(found.file.metadata_nbytes for found in contents.values()),
+            checksums=(ZipRecords(tree, tuple(names)),),
         )
 
 

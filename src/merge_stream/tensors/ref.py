@@ -14,6 +14,7 @@ import numpy as np
 
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import DType
+from merge_stream.tensors.stored_checksum import ChecksumReader
 
 __all__ = ["Catalog", "ShardTable", "SourceFile", "TensorRef"]
 
@@ -88,7 +89,8 @@ class TensorRef:
     """A whole source tensor without its data.
 
     `shards` tile it exactly once (the planner checks); `replicas` are further stored
-    copies of parts of it, dropped by placement and read only by `--check-replicas`.
+    copies of parts of it, dropped by placement and read only by `--check-replicas`. `stored`
+    is the narrower type of its elements on disk, where they are widened when read.
     """
 
     name: str
@@ -96,6 +98,12 @@ class TensorRef:
     shape: tuple[int, ...]
     shards: ShardTable
     replicas: ShardTable | None = None
+    stored: DType | None = None
+
+    @property
+    def on_disk(self) -> DType:
+        """Type of the elements in the files."""
+        return self.stored or self.dtype
 
     @property
     def size(self) -> int:
@@ -124,6 +132,8 @@ class Catalog:
     config_dirs folders beside the checkpoint that may hold config.json and tokenizer
     beside     small files of the checkpoint that say more about it: name -> absolute path
     metadata_nbytes  bytes of metadata that were parsed (feeds the memory projection)
+    checksums  readers of the checksums that the containers hold (`--check-crc`)
+    twins      16-bit copies of fp32 masters, by name: each master must round to its twin
     """
 
     format: str
@@ -137,6 +147,8 @@ class Catalog:
     config_dirs: tuple[str, ...] = ()
     beside: Mapping[str, str] = field(default_factory=dict)
     metadata_nbytes: int = 0
+    checksums: tuple[ChecksumReader, ...] = ()
+    twins: Mapping[str, TensorRef] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
