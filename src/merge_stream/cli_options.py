@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from merge_stream.output.hub import PushTarget
 
 __all__ = [
+    "WORDS",
     "hub",
     "lora",
     "lora_choice",
@@ -36,6 +37,20 @@ F = TypeVar("F", bound=Callable[..., object])
 _DEFAULT_SHARE = 0.5
 
 
+class _Words(click.ParamType[str]):
+    """A name or path: anything but nothing. An empty one is a shell variable that is not set."""
+
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value.strip():
+            self.fail("an empty name (is a variable of the shell not set?)", param, ctx)
+        return value
+
+
+WORDS = _Words()
+
+
 def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     def apply(function: F) -> F:
         for decorator in reversed(decorators):
@@ -50,11 +65,12 @@ opening = _all(
         "--input",
         "inputs",
         multiple=True,
+        type=WORDS,
         metavar="DIR",
         help="Further folder of the same checkpoint (node-local disks); repeatable.",
     ),
-    click.option("--format", "format_name", metavar="NAME", help="Format of the checkpoint; detected by default."),
-    click.option("--root", metavar="KEY", help="Key of the sub-tree of a nested state dict that is the model."),
+    click.option("--format", "format_name", type=WORDS, metavar="NAME", help="Format of the checkpoint; detected by default."),
+    click.option("--root", type=WORDS, metavar="KEY", help="Key of the sub-tree of a nested state dict that is the model."),
     click.option(
         "--mesh-dim-names", metavar="A,B", help="Names of the device mesh's dims, outermost first; labels only."
     ),
@@ -72,6 +88,13 @@ memory = _all(
         help="Bound of the whole process: 32G, 512M, 8GiB, 80%. Default: half of the memory there is.",
     ),
     click.option("--workers", type=click.IntRange(1, 64), metavar="N", help="Threads; default: the number of cores."),
+    click.option(
+        "--io",
+        type=click.Choice(["auto", "pread", "mmap"]),
+        default="auto",
+        show_default=True,
+        help="How sources are read: positioned reads, memory maps, or what measured best.",
+    ),
 )
 
 lora = _all(
@@ -92,6 +115,7 @@ lora = _all(
 planning = _all(
     click.option(
         "--base-model",
+        type=WORDS,
         metavar="DIR|ORG/NAME",
         help="Original model, for config.json, tokenizer and names: a folder, or a name on the Hub.",
     ),
@@ -112,6 +136,11 @@ planning = _all(
     ),
     click.option("--no-model-card", is_flag=True, help="Write no README.md with the origin of the weights."),
     click.option("--no-config", is_flag=True, help="Write weights alone: no config.json, no tokenizer."),
+    click.option(
+        "--check-crc",
+        is_flag=True,
+        help="First compare all bytes that are read with the checksums in the checkpoint's files.",
+    ),
     click.option("--check-replicas", is_flag=True, help="Compare stored copies of the same data bit by bit."),
     click.option("--strict", is_flag=True, help="Replicas that differ and broken ties are errors, not warnings."),
     memory,
@@ -124,23 +153,31 @@ output = _all(
 
 hub = _all(
     click.option("--private", is_flag=True, help="Make the repository private."),
-    click.option("--revision", metavar="BRANCH", help="Branch to upload to; made when it is not there."),
+    click.option("--revision", type=WORDS, metavar="BRANCH", help="Branch to upload to; made when it is not there."),
     click.option("--create-pr", is_flag=True, help="Upload as a pull request."),
-    click.option("--commit-message", metavar="TEXT", help="Message of the commit on the Hub."),
+    click.option("--commit-message", type=WORDS, metavar="TEXT", help="Message of the commit on the Hub."),
 )
 
-verl = _all(
-    click.option("--backend", hidden=True),
-    click.option("--local-dir", hidden=True),
-    click.option("--target-dir", hidden=True),
-    click.option("--test-hf-dir", hidden=True),
-    click.option("--hf-upload-path", hidden=True),
-    click.option("--hf-model-path", hidden=True),
-    click.option("--use-cpu-initialization", is_flag=True, hidden=True),
-    click.option("--tie-word-embedding", is_flag=True, hidden=True),
-    click.option("--is-value-model", is_flag=True, hidden=True),
-    click.option("--trust-remote-code", is_flag=True, hidden=True),
+_VERL: tuple[tuple[str, str], ...] = (
+    ("--backend", "fsdp; Megatron's checkpoints are refused."),
+    ("--local-dir", "The checkpoint, CKPT."),
+    ("--target-dir", "OUT; default: tmp."),
+    ("--test-hf-dir", "The model to compare with, REF."),
+    ("--hf-upload-path", "Repository of the Hub to upload to."),
+    ("--hf-model-path", "No effect: config and tokenizer are those beside the shards, or of --base-model."),
 )
+_VERL_FLAGS = ("--use-cpu-initialization", "--tie-word-embedding", "--is-value-model", "--trust-remote-code")
+
+
+def verl(*shown: str) -> Callable[[F], F]:
+    """verl's options, with `-` for `_`; only those named are in the help."""
+    return _all(
+        *(click.option(name, type=WORDS, help=told, hidden=name not in shown) for name, told in _VERL),
+        *(
+            click.option(name, is_flag=True, help="No effect; accepted for verl's scripts.", hidden=name not in shown)
+            for name in _VERL_FLAGS
+        ),
+    )
 
 
 def open_options(given: Mapping[str, Any]) -> OpenOptions:
@@ -173,13 +210,16 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         write_config=not given["no_config"],
         model_card=not given["no_model_card"],
         materialize_tied=given["materialize_tied"],
+        check_crc=given["check_crc"],
         check_replicas=given["check_replicas"],
         strict=given["strict"],
         verify=given["verify"],
+        sha256=given.get("sha256", False),
         overwrite=given["overwrite"],
         restart=given["restart"],
         max_mem=memory_bound(given),
         workers=given["workers"],
+        io=given["io"],
     )
 
 

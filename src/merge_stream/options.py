@@ -59,9 +59,11 @@ class MergeOptions:
     write_config: bool = True
     model_card: bool = True
     materialize_tied: bool = False
+    check_crc: bool = False
     check_replicas: bool = False
     strict: bool = False
     verify: bool = False
+    sha256: bool = False
     overwrite: bool = False
     restart: bool = False
     max_mem: int = 8_000_000_000
