@@ -66,6 +66,7 @@ class Staged:
     place: OutputPlace
     staging: DirectStaging
     executed: Executed
+    mapped_nbytes: int
     budget: MemoryBudget
     memory: MemoryPlan
     governor: Governor
@@ -93,7 +94,7 @@ def execute(
     memory = memory_for(job.options, job.named)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     staging = DirectStaging(place.work, job.plan, restart=job.options.restart)
-    source = LocalSource()
+    source = LocalSource(job.options.io, window_bytes=memory.segment)
     try:
         if staging.resumed:
             observer(Warned(f"continuing the run that began in {place.work}"))
@@ -115,7 +116,7 @@ def execute(
         raise
     finally:
         source.close()
-    return Staged(job, place, staging, executed, budget, memory, governor, started)
+    return Staged(job, place, staging, executed, source.mapped_nbytes, budget, memory, governor, started)
 
 
 def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag | None = None) -> Report:
@@ -131,7 +132,14 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         verified.append("headers, index and sizes were read back")
         if job.options.verify:
             compare_with_plan(
-                job.plan, place.model_dir, job.encoding, staged.budget, staged.memory.segment, observer, stop
+                job.plan,
+                place.model_dir,
+                job.encoding,
+                staged.budget,
+                staged.memory.segment,
+                observer,
+                stop,
+                job.options.io,
             )
             verified.append("all values were read back and compared with the source")
         commit(place)
@@ -148,6 +156,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         tensors=len(job.plan.parameters),
         files=[o.name for o in job.plan.outputs],
         read_nbytes=staged.executed.read_nbytes + job.plan.probe_nbytes,
+        io=_ways(staged),
         written_nbytes=staged.executed.written_nbytes,
         resumed_nbytes=staged.executed.resumed_nbytes,
         output_nbytes=job.plan.write_nbytes,
@@ -262,6 +271,13 @@ def push(out: str | os.PathLike[str], target: PushTarget, *, quiet: bool = False
         msg = f"{os.fspath(out)} is no whole model: {broken[0].text}"
         raise VerificationError(msg, hint="`merge-stream check OUT` tells everything; nothing was uploaded")
     return push_folder(out, target, quiet=quiet)
+
+
+def _ways(staged: Staged) -> dict[str, int]:
+    """Bytes by the way in which workers read them; what a window could not give was read by pread."""
+    mapped = staged.mapped_nbytes
+    ways = {"mmap": mapped, "pread": staged.executed.read_nbytes - mapped}
+    return {way: nbytes for way, nbytes in ways.items() if nbytes}
 
 
 def _check_sources(plan: Plan) -> None:

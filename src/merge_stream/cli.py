@@ -302,6 +302,7 @@ def _verify(  # noqa: PLR0917 - one call's facts
             observer=console,
             stop=stop,
         )
+            io=given["io"],
     show({**given, "quiet": given["quiet"] and verdict.ok}, verdict.as_json(), verdict.lines())
     if not verdict.ok:
         raise SystemExit(3)

@@ -93,8 +93,9 @@ def make_plan(
     )
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     warnings: list[str] = []
+        io=options.io,
     with ExitStack() as stack:
-        source = LocalSource()
+        source = LocalSource(options.io, window_bytes=memory.segment)
         stack.callback(source.close)
         prober = Prober(catalog, source, encoding, budget, memory.segment, observer, stop)
         dropped, broken = _probe_ties(named.mapping, resolved, prober, warnings)
@@ -144,6 +145,7 @@ def memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
 
 
 def _ahead(options: MergeOptions, named: Named) -> int:
+        io=options.io,
     """What the finalizer's metadata will take once everything is planned."""
     count = len(named.parameters)
     return metadata_ahead(finished=count, compared=count if options.verify else 0)

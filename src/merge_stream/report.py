@@ -15,6 +15,7 @@ __all__ = ["Report"]
 class Report:
     """The result of a merge; `as_json` for machines, `lines` for people.
 
+    `io` holds the bytes of sources by how the workers read them: "pread", "mmap".
     `verified` lists in words what was checked; `memory` holds bytes: allowed, projected,
     reserved and peak of the whole process; `timeline` samples of resident memory.
     """
@@ -28,6 +29,7 @@ class Report:
     tensors: int
     files: Sequence[str]
     read_nbytes: int = 0
+    io: Mapping[str, int] = field(default_factory=dict)
     written_nbytes: int = 0
     resumed_nbytes: int = 0
     output_nbytes: int = 0
@@ -53,13 +55,14 @@ class Report:
         rate = (self.read_nbytes + self.written_nbytes) / self.seconds if self.seconds else 0.0
         files = f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}"
         before = f", {format_bytes(self.resumed_nbytes)} done before" if self.resumed_nbytes else ""
+        ways = f" by {' and '.join(self.io)}" if self.io else ""
         peak, projected, allowed = (format_bytes(self.memory.get(k, 0)) for k in ("peak", "projected", "allowed"))
         text = [
             f"wrote {self.out}",
             f"  {self.tensors} tensors in {files}, {format_bytes(self.output_nbytes)}, dtype {self.dtype}",
             f"  from {self.format}, {self.architecture} names",
             (
-                f"  read {format_bytes(self.read_nbytes)}, wrote {format_bytes(self.written_nbytes)}{before} "
+                f"  read {format_bytes(self.read_nbytes)}{ways}, wrote {format_bytes(self.written_nbytes)}{before} "
                 f"in {format_duration(self.seconds)} ({format_bytes(rate)}/s)"
             ),
             f"  peak memory {peak}, projected {projected}, allowed {allowed}",

@@ -3,8 +3,9 @@
 The limit is the smallest of the host's memory, every cgroup ancestor's limit (v1 and v2;
 psutil reports the host alone) and `--max-mem`. The projection is made before the run:
 
-    projected = max(peak so far, resident now + workers * slab + headroom + ahead)
+    projected = max(peak so far, resident now + workers * (slab + window) + headroom + ahead)
 
+`window` is what a worker may have mapped of a source file (`--io mmap`; else nothing).
 `ahead` is what metadata will still take: each tensor costs when its place is planned, when
 the written headers are read back, and when a whole model is opened for a comparison.
 """
@@ -19,6 +20,8 @@ import psutil
 from merge_stream.engine.assembler import slab_bytes
 from merge_stream.engine.fold import FoldBytes
 from merge_stream.errors import MemoryLimitTooSmallError
+from merge_stream.options import IoName
+from merge_stream.storage.mapped import window_room
 from merge_stream.units import format_bytes
 
 __all__ = ["MemoryPlan", "available_limit", "metadata_ahead", "peak_rss", "plan_memory", "resident"]
@@ -55,12 +58,19 @@ def metadata_ahead(*, planned: int = 0, finished: int = 0, compared: int = 0) ->
 
 
 def plan_memory(
-    allowed: int, *, workers: int | None = None, compare: bool = False, fold: FoldBytes | None = None, ahead: int = 0
+    allowed: int,
+    *,
+    workers: int | None = None,
+    compare: bool = False,
+    fold: FoldBytes | None = None,
+    ahead: int = 0,
+    io: IoName = "auto",
 ) -> MemoryPlan:
     """Fit workers and segments in `allowed` bytes; MemoryLimitTooSmallError names the smallest value that works.
 
     `fold` is what folding a LoRA takes beside the tile (`engine.fold.fold_bytes`): more than the least
     only where room is left. `ahead` is what metadata will still take (see `metadata_ahead`).
+    With `io` "mmap" each worker maps a window of a segment's size beside its slab.
     """
     fold = fold or FoldBytes()
     reserved, peak = resident(), peak_rss()
@@ -71,11 +81,13 @@ def plan_memory(
             if count == 1 and segment > _SEGMENTS[-2] and wanted > 1:
                 continue  # two workers with smaller segments overlap reading and writing; one cannot
             slab = slab_bytes(segment, compare=compare, fold_bytes=fold.least)
-            if max(peak, fixed + count * slab) <= allowed:
-                slab += min(fold.most - fold.least, (allowed - fixed) // count - slab)
-                projected = max(peak, fixed + count * slab)
+            window = window_room(segment) if io == "mmap" else 0
+            if max(peak, fixed + count * (slab + window)) <= allowed:
+                slab += min(fold.most - fold.least, (allowed - fixed) // count - slab - window)
+                projected = max(peak, fixed + count * (slab + window))
                 return MemoryPlan(count, segment, slab, reserved, projected, allowed)
-    least = max(peak, fixed + slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=fold.least))
+    window = window_room(_SEGMENTS[-1]) if io == "mmap" else 0
+    least = max(peak, fixed + slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=fold.least) + window)
     rounded = -(-least // 1_000_000) + 4
     msg = f"--max-mem {format_bytes(allowed)} is too small: the smallest plan needs {format_bytes(least)}"
     msg += f" ({format_bytes(max(peak, reserved + ahead))} of it are Python, its packages and the plan)"

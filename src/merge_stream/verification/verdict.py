@@ -31,7 +31,7 @@ from merge_stream.engine.memory import plan_memory
 from merge_stream.engine.probe import Prober
 from merge_stream.errors import CheckpointError, MergeStreamError, UnknownFormatError, VerificationError
 from merge_stream.opening import open_checkpoint
-from merge_stream.options import LayoutName, LoraChoice, OpenOptions
+from merge_stream.options import IoName, LayoutName, LoraChoice, OpenOptions
 from merge_stream.output.model_info import find_model_folder
 from merge_stream.planning.naming import Named, name_parameters
 from merge_stream.planning.plan import Assembly, ParameterPlan, Plan, ResolvedTake
@@ -128,6 +128,7 @@ def verify(
     opening: OpenOptions | None = None,
     base_model: str | None = None,
     lora: LoraChoice | None = None,
+    io: IoName = "auto",
     observer: Observer | None = None,
     stop: StopFlag | None = None,
 ) -> Verdict:
@@ -149,10 +150,10 @@ def verify(
         check_shards(catalog, catalog.tensors)
     named = _named(model, reference, base_model, lora, verdict)
     fold = fold_bytes(named.folds if named is not None else ())
-    memory = plan_memory(max_mem, workers=workers, compare=True, fold=fold)
+    memory = plan_memory(max_mem, workers=workers, compare=True, fold=fold, io=io)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     encoding = Cast("keep")
-    with_source = LocalSource()
+    with_source = LocalSource(io, window_bytes=memory.segment)
     try:
         prober = Prober(reference, with_source, encoding, budget, memory.segment, observer, stop)
         wanted = _wanted(model, reference, named, prober, verdict)
@@ -300,6 +301,7 @@ def compare_with_plan(  # noqa: PLR0917 - the means of a comparison
     segment_bytes: int,
     observer: Observer,
     stop: StopFlag,
+    io: IoName = "auto",
 ) -> None:
     """Read the whole staged output and the source again; VerificationError when a value differs."""
     tree = LocalTree.of([model_dir])
@@ -313,7 +315,7 @@ def compare_with_plan(  # noqa: PLR0917 - the means of a comparison
             stored = header.tensors[p.name]
             rows = ShardTable.of([(Box.whole(stored.shape), number, stored.offset)], len(stored.shape))
             pairs.append(_pair(p, TensorRef(p.name, stored.dtype, stored.shape, rows)))
-    source = LocalSource()
+    source = LocalSource(io, window_bytes=segment_bytes)
     observer(Phase("verifying", sum(p.nbytes for p in plan.parameters)))
     try:
         differences = compare_pairs(
