@@ -1,7 +1,7 @@
 """Open files by path: as many as the process may have, and no more.
 
-A checkpoint of a thousand ranks has a thousand files, and a process may often open no more
-than 1024. Idle files are closed when there are too many; files in use never are.
+A checkpoint of thousands of ranks has thousands of files, and a process may often open no
+more than 1024, or 64. Idle files are closed when there are too many; files in use never are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import os
 import resource
 import threading
 from collections import OrderedDict
+from itertools import islice
 
 __all__ = ["InUse", "OpenFiles", "open_file_limit"]
+
+_MOST = 32_768
 
 
 class OpenFiles:
@@ -39,7 +42,8 @@ class OpenFiles:
         with self._lock:
             slot.users -= 1
             if len(self._open) > self._most:
-                for key in [k for k, s in self._open.items() if s.users == 0][: len(self._open) - self._most]:
+                idle = (key for key, slot in self._open.items() if slot.users == 0)
+                for key in list(islice(idle, len(self._open) - self._most)):
                     os.close(self._open.pop(key).fd)
 
     def close(self) -> None:
@@ -71,11 +75,14 @@ class InUse:
 
 
 def open_file_limit() -> int:
-    """How many files one cache may hold: half of what the process may have, its soft limit raised to 4096 if it can."""
+    """How many idle files one cache may hold: a quarter of what the process may open, its soft limit raised first.
+
+    A run has two caches, and beside them a file in use for each worker.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
-    return max(16, (4096 if soft == resource.RLIM_INFINITY else soft) // 2)
+    return max(8, (_MOST if soft == resource.RLIM_INFINITY else min(soft, _MOST)) // 4)
