@@ -295,6 +295,7 @@ def _verify(  # noqa: PLR0917 - one call's facts
             against,
             max_mem=max_mem,
             workers=given["workers"],
+            io=given["io"],
             tolerance=Tolerance(atol, rtol),
             opening=opt.open_options(given),
             base_model=given["base_model"],
@@ -302,7 +303,6 @@ def _verify(  # noqa: PLR0917 - one call's facts
             observer=console,
             stop=stop,
         )
-            io=given["io"],
     show({**given, "quiet": given["quiet"] and verdict.ok}, verdict.as_json(), verdict.lines())
     if not verdict.ok:
         raise SystemExit(3)

@@ -90,10 +90,10 @@ def make_plan(
         compare=True,
         fold=fold_bytes(named.folds),
         ahead=_ahead(options, named) + metadata_ahead(planned=len(resolved)),
+        io=options.io,
     )
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     warnings: list[str] = []
-        io=options.io,
     with ExitStack() as stack:
         source = LocalSource(options.io, window_bytes=memory.segment)
         stack.callback(source.close)
@@ -141,11 +141,11 @@ def memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
         compare=options.verify,
         fold=fold_bytes(named.folds),
         ahead=_ahead(options, named),
+        io=options.io,
     )
 
 
 def _ahead(options: MergeOptions, named: Named) -> int:
-        io=options.io,
     """What the finalizer's metadata will take once everything is planned."""
     count = len(named.parameters)
     return metadata_ahead(finished=count, compared=count if options.verify else 0)
