@@ -22,6 +22,7 @@ from merge_stream.containers.torch_file import TorchFile
 from merge_stream.containers.torch_tensor import PlainTensor, locate, plain_tensor
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.formats._device_mesh import Mesh, decode_mesh
+from merge_stream.formats._hidden_tensors import IN_LISTS, HiddenTensor, hidden_tensors, refuse_hidden_weights
 from merge_stream.formats._placements import Boxes, Placement, ShardOrder, boxes_on, decode_placements, execution_order
 from merge_stream.formats._sharded_tensor import all_boxes, global_shape, local_shards
 from merge_stream.storage.base import ByteTree
@@ -88,12 +89,14 @@ class RankFile:
 class RankIndex:
     """Accumulates rank files.
 
-    `tensors` maps a name to its groups, in the order of first appearance; `ignored` counts by kind.
+    `tensors` maps a name to its groups, in the order of first appearance; `ignored` counts by kind,
+    `hidden` are tensors that have no name.
     """
 
     def __init__(self, tree: ByteTree, *, tp_first: bool) -> None:
         self.tensors: dict[str, list[Group]] = {}
         self.ignored: Counter[str] = Counter()
+        self.hidden: list[HiddenTensor] = []
         self.kinds: Counter[str] = Counter()
         self.meshes: dict[Mesh, Mesh] = {}
         self._tree = tree
@@ -137,7 +140,14 @@ class RankIndex:
             msg = f"{where}: {tensor} is a {record.dotted}, not a tensor"
             raise UnsupportedError(msg, hint="leave it out of the state dict, or save it as a plain tensor")
         else:
-            self.ignored["values that are no tensors"] += 1
+            self.add_hidden(value, tensor, where)
+
+    def add_hidden(self, value: Any, at: str, where: str) -> None:  # noqa: ANN401 - any unpickled value
+        """Count a value that is no tensor; UnsupportedError when weights lie inside it."""
+        found = hidden_tensors(value, at, where)
+        refuse_hidden_weights(found, where)
+        self.hidden += (tensor for tensor in found if tensor not in self.hidden)
+        self.ignored[IN_LISTS if found else "values that are no tensors"] += len(found) or 1
 
     def _group(self, tensor: str, dtype: DType, shape: tuple[int, ...], layout: Layout | None) -> Group:
         groups = self.tensors.setdefault(tensor, [])

@@ -34,6 +34,7 @@ from merge_stream.errors import (
     UsageError,
 )
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
+from merge_stream.formats._hidden_tensors import note_on_hidden
 from merge_stream.formats._mesh_groups import GroupResolver
 from merge_stream.formats._names import noise_kind
 from merge_stream.formats._rank_files import RankSet, choose_rank_set, ranks_text, recognise
@@ -81,6 +82,8 @@ class FsdpRanks:
                 numbers[rank] = files.index(name)
                 file = open_torch_file(tree, name)
                 index.add_file(RankFile(rank, name, file), names.of(file))
+                for key, value in names.odd(file):
+                    index.add_hidden(value, key, file.where)
                 metadata += file.metadata_nbytes
                 forms.add(file.producer.get("writer", "torch < 2.9"))
         if not index.tensors:
@@ -97,7 +100,7 @@ class FsdpRanks:
             files=files.files,
             facts=_facts(chosen, index, options, forms),
             ignored={**names.ignored, **index.ignored},
-            notes=(*chosen.notes, *names.notes, *assembler.notes()),
+            notes=(*chosen.notes, *names.notes, *assembler.notes(), *note_on_hidden(index.hidden)),
             naming=naming_of(tensors),
             config_dirs=config_dirs(tree),
             metadata_nbytes=metadata + resolver.compared_nbytes,
@@ -126,6 +129,7 @@ class _Names:
         self._root = root
         self._keys: tuple[Any, ...] = ()
         self._clean: dict[str, str] = {}
+        self._odd: list[Any] = []
         self._first = True
 
     def of(self, file: TorchFile) -> Iterator[tuple[str, Any]]:
@@ -139,6 +143,7 @@ class _Names:
         keys = tuple(values)
         if keys != self._keys:
             strings = [key for key in keys if isinstance(key, str)]
+            self._odd = [key for key in keys if not isinstance(key, str)]
             _refuse_flat(strings, file.where)
             kinds = {key: noise_kind(key) for key in strings}
             if self._first:
@@ -148,6 +153,10 @@ class _Names:
             self._clean = clean_names([key for key in strings if not kinds[key]], file.where)
         self._first = False
         return ((clean, values[key]) for key, clean in self._clean.items())
+
+    def odd(self, file: TorchFile) -> Iterator[tuple[str, Any]]:
+        """(key in words, value) under the keys of a flat state dict that are no strings."""
+        return ((f"[{described(key)}]", file.root[key]) for key in self._odd)
 
     def _nested(self, file: TorchFile, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         flat = dict(islice(_flattened(values, (), _MOST_DEPTH), _MOST_ENTRIES))

@@ -32,6 +32,13 @@ from merge_stream.errors import (
     UnsupportedError,
 )
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
+from merge_stream.formats._hidden_tensors import (
+    IN_LISTS,
+    HiddenTensor,
+    hidden_tensors,
+    note_on_hidden,
+    refuse_hidden_weights,
+)
 from merge_stream.formats._hub_files import check_index, chosen_set, homes, hub_sets, weight_files
 from merge_stream.formats._names import noise_kind
 from merge_stream.formats._roots import Selection, naming_of, refuse_flat_parameters, select_model
@@ -68,11 +75,12 @@ _DEEPEST = 8
 
 @dataclass(slots=True)
 class _Contents:
-    """One opened file: its tensors by stored key, their paths, and what else stands there."""
+    """One opened file: its tensors by stored key, their paths, and what else stands there, by its path too."""
 
     file: TorchFile
     leaves: dict[str, Recorder] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
 
 
@@ -104,8 +112,10 @@ class TorchFull:
         clean = clean_names(home, tree.label)
         table = FileTable(tree)
         ignored: Counter[str] = Counter()
+        hidden: list[HiddenTensor] = []
         tensors: dict[str, TensorRef] = {}
         for name, selection in chosen.items():
+            hidden += _left_out(contents[name], selection.root)
             ignored += contents[name].ignored + selection.ignored
             for key, stored in selection.names.items():
                 tensors[clean[stored]] = _tensor(contents[name], key, clean[stored], table.index(name))
@@ -117,7 +127,10 @@ class TorchFull:
             files=table.files,
             facts={"files": len(names), "container": chosen[names[0]].root or "none", **first.producer},
             ignored=ignored,
-            notes=tuple(dict.fromkeys(note for selection in chosen.values() for note in selection.notes)),
+            notes=(
+                *dict.fromkeys(note for selection in chosen.values() for note in selection.notes),
+                *note_on_hidden(hidden),
+            ),
             naming=naming_of(tensors.keys()),
             config_dirs=config_dirs(tree),
             metadata_nbytes=sum(found.file.metadata_nbytes for found in contents.values()),
@@ -203,7 +216,7 @@ def _contents(tree: ByteTree, name: str) -> _Contents:
                     raise CorruptCheckpointError(f"{file.where} holds {stored!r} twice, in nested dicts")
                 result.leaves[stored], result.paths[stored] = value, path
             else:
-                result.ignored["Python value"] += 1
+                result.values[stored] = value
         stack.extend(reversed(below))
     return result
 
@@ -212,12 +225,26 @@ def _selected(tree: ByteTree, name: str, contents: _Contents, root: str | None) 
     where = f"{tree.label}/{name}"
     selection = select_model(contents.paths, root, where)
     if not selection.names:
+        others = Counter({"Python value": len(contents.values)}) if contents.values else Counter[str]()
         raise UnknownFormatError(
-            f"{where} holds no tensors of a model (it holds {dict(contents.ignored + selection.ignored)})",
+            f"{where} holds no tensors of a model (it holds {dict(contents.ignored + others + selection.ignored)})",
             hint="pass the folder of the model's own file",
         )
     refuse_flat_parameters(selection.names.values(), where)
     return selection
+
+
+def _left_out(contents: _Contents, root: str) -> list[HiddenTensor]:
+    """Counts the values that are neither tensors nor dicts; the tensors inside those that stand in the model."""
+    found: list[HiddenTensor] = []
+    for stored, value in contents.values.items():
+        inside = (
+            hidden_tensors(value, stored, contents.file.where) if f"{stored}.".startswith(root and f"{root}.") else []
+        )
+        contents.ignored[IN_LISTS if inside else "Python value"] += len(inside) or 1
+        found += inside
+    refuse_hidden_weights(found, contents.file.where)
+    return found
 
 
 def _tensor(contents: _Contents, key: str, name: str, index: int) -> TensorRef:
