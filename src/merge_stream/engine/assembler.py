@@ -18,6 +18,7 @@ from merge_stream.encodings.base import Encoding
 from merge_stream.engine.budget import Lease
 from merge_stream.engine.fold import FoldPlace, apply_fold
 from merge_stream.planning.plan import LowRank, ParameterPlan, ResolvedTake
+from merge_stream.planning.segments import tiles_of
 from merge_stream.storage.base import ByteSource
 from merge_stream.tensors.box import Box, row_major_strides
 from merge_stream.tensors.dtype import DType
@@ -72,36 +73,53 @@ class Assembler:
 
     def _fill(self, takes: Sequence[ResolvedTake], box: Box, dtype: DType, values: np.ndarray, lease: Lease) -> None:
         """Read every take's part of `box` into `values` (uint8), and add its fold."""
-        itemsize = dtype.itemsize
         for take in takes:
             part = take.dest_box & box
             if part is None:
                 continue
-            if take.permute:
-                moved = [0] * len(take.permute)
-                for axis, source_axis in enumerate(take.permute):
-                    moved[source_axis] = axis
-                local = part.shifted(tuple(-a for a in take.dest_box.start))
-                wanted = Box(
-                    tuple(local.start[a] + o for a, o in zip(moved, take.source_box.start, strict=True)),
-                    tuple(local.stop[a] + o for a, o in zip(moved, take.source_box.start, strict=True)),
-                )
+            wanted = _wanted(take, part)
+            if take.stored is None:
+                self._read_take(take, part, box, dtype.itemsize, values, lease)
             else:
-                wanted = part.shifted(_minus(take.source_box.start, take.dest_box.start))
-            regions = _regions(take.table, wanted)
-            if not take.permute:
-                shift = _minus(part.start, wanted.start)
-                regions = self._read_runs(take.table, regions, shift, box, itemsize, values)
-            if len(regions[0]):
-                view = _view(take, part, box, itemsize, values)
-                for k, start, stop in zip(*(column.tolist() for column in regions), strict=True):
-                    held, file, offset = take.table.row(k)
-                    region = Box(tuple(start), tuple(stop))
-                    there = view[region.slices(wanted.start)]
-                    self._read_region(file, offset, held, region, itemsize, there, lease)
+                self._read_narrow(take, part, take.stored, _view(take, part, box, dtype.itemsize, values), dtype, lease)
             if take.fold is not None:
-                view = _view(take, part, box, itemsize, values)
+                view = _view(take, part, box, dtype.itemsize, values)
                 apply_fold(take.fold, wanted, view, FoldPlace(take, dtype, lease, self._fill, self._norms))
+
+    def _read_take(  # noqa: PLR0917 - one take's part of one tile
+        self, take: ResolvedTake, part: Box, box: Box, itemsize: int, values: np.ndarray, lease: Lease
+    ) -> None:
+        """Read `part` of a take (in the parameter's view) into the values of tile `box`, as it is on disk."""
+        wanted = _wanted(take, part)
+        regions = _regions(take.table, wanted)
+        if not take.permute:
+            shift = _minus(part.start, wanted.start)
+            regions = self._read_runs(take.table, regions, shift, box, itemsize, values)
+        if len(regions[0]):
+            view = _view(take, part, box, itemsize, values)
+            for k, start, stop in zip(*(column.tolist() for column in regions), strict=True):
+                held, file, offset = take.table.row(k)
+                region = Box(tuple(start), tuple(stop))
+                there = view[region.slices(wanted.start)]
+                self._read_region(file, offset, held, region, itemsize, there, lease)
+
+    def _read_narrow(  # noqa: PLR0917 - one take's part of one tile
+        self, take: ResolvedTake, part: Box, stored: DType, view: np.ndarray, dtype: DType, lease: Lease
+    ) -> None:
+        """Read `part` of a take whose elements are of the narrower type `stored`, and widen them into `view`.
+
+        `view` has the axes of the take's source; the narrow elements pass through what is left of the lease.
+        """
+        wide = view.transpose(take.permute) if take.permute else view
+        most = max(lease.left // 2 // stored.itemsize, 1)
+        for piece in tiles_of(part.shape, most):
+            there = piece.shifted(part.start)
+            mark = lease.mark
+            narrow = lease.take(there.size * stored.itemsize)
+            self._read_take(take, there, there, stored.itemsize, narrow, lease)
+            into = wide[piece.slices((0,) * len(part.shape))].view(dtype.numpy())
+            np.copyto(into, narrow.view(stored.numpy()).reshape(there.shape), casting="unsafe")
+            lease.rewind(mark)
 
     def _read_runs(  # noqa: PLR0917 - regions, and where they go
         self, table: ShardTable, regions: _Regions, shift: Ints, box: Box, itemsize: int, values: np.ndarray
@@ -159,6 +177,20 @@ class Assembler:
     def _read(self, file: int, offset: int, into: np.ndarray) -> None:
         self._source.read_into(self._paths[file], offset, into.data)
         self.read_nbytes += len(into)
+
+
+def _wanted(take: ResolvedTake, part: Box) -> Box:
+    """The box of the take's source that becomes `part` of the parameter's view."""
+    if not take.permute:
+        return part.shifted(_minus(take.source_box.start, take.dest_box.start))
+    moved = [0] * len(take.permute)
+    for axis, source_axis in enumerate(take.permute):
+        moved[source_axis] = axis
+    local = part.shifted(tuple(-a for a in take.dest_box.start))
+    return Box(
+        tuple(local.start[a] + o for a, o in zip(moved, take.source_box.start, strict=True)),
+        tuple(local.stop[a] + o for a, o in zip(moved, take.source_box.start, strict=True)),
+    )
 
 
 def _view(take: ResolvedTake, part: Box, box: Box, itemsize: int, values: np.ndarray) -> np.ndarray:

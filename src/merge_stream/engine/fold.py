@@ -333,7 +333,7 @@ def _fixed_bytes(fold: LowRank) -> int:
 def _unfolded(take: ResolvedTake) -> ResolvedTake:
     """The whole source as it is stored."""
     shape = tuple(take.table.stop.max(axis=0).tolist())
-    return ResolvedTake(take.table, Box.whole(shape), Box.whole(shape))
+    return ResolvedTake(take.table, Box.whole(shape), Box.whole(shape), stored=take.stored)
 
 
 def _turned(box: Box) -> Box:

@@ -109,8 +109,8 @@ class Prober:
             box, file, offset = replicas.row(k)
             whole = Box.whole(box.shape)
             copy = ShardTable.of([(whole, file, offset)], len(box.shape))
-            wanted = Assembly(box.shape, tensor.dtype, (ResolvedTake(tensor.shards, box, whole),))
-            got = Assembly(box.shape, tensor.dtype, (ResolvedTake(copy, whole, whole),))
+            wanted = Assembly(box.shape, tensor.dtype, (ResolvedTake(tensor.shards, box, whole, stored=tensor.stored),))
+            got = Assembly(box.shape, tensor.dtype, (ResolvedTake(copy, whole, whole, stored=tensor.stored),))
             name = f"{tensor.name} (copy in {self.catalog.files[file].name})"
             pairs.append(Pair(name, _plain(name, wanted), _plain(name, got)))
         return pairs
@@ -120,7 +120,7 @@ def _replicas(tensor: TensorRef) -> Assembly:
     """All stored copies of a tensor as one source; it is for its ranges alone."""
     whole = Box.whole(tensor.shape)
     table = tensor.replicas or tensor.shards
-    return Assembly(tensor.shape, tensor.dtype, (ResolvedTake(table, whole, whole),))
+    return Assembly(tensor.shape, tensor.dtype, (ResolvedTake(table, whole, whole, stored=tensor.stored),))
 
 
 def _plain(name: str, source: Assembly) -> ParameterPlan:
@@ -133,6 +133,7 @@ def _same_ranges(a: Assembly, b: Assembly) -> bool:
         and x.dest_box == y.dest_box
         and x.permute == y.permute
         and x.fold is y.fold is None
+        and x.stored == y.stored
         and x.table.same_bytes(y.table)
         for x, y in zip(a.takes, b.takes, strict=True)
     )

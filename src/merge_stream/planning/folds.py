@@ -229,4 +229,4 @@ def _check_types(target: Target, settings: LoraSettings) -> None:
 
 def _whole(tensor: TensorRef) -> ResolvedTake:
     box = Box.whole(tensor.shape)
-    return ResolvedTake(tensor.shards, box, box)
+    return ResolvedTake(tensor.shards, box, box, stored=tensor.stored)

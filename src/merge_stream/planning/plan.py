@@ -75,7 +75,8 @@ class ResolvedTake:
 
     Axis k of `dest_box` is axis `permute[k]` of `source_box`; an empty permute is the
     same order. `fold` is added to the source, in the source's coordinates, before it is
-    taken.
+    taken. `stored` is the narrower type of the elements on disk, which are widened when
+    they are read.
     """
 
     table: ShardTable
@@ -83,6 +84,7 @@ class ResolvedTake:
     dest_box: Box
     permute: tuple[int, ...] = ()
     fold: LowRank | Scaled | None = None
+    stored: DType | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

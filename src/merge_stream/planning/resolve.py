@@ -54,12 +54,12 @@ def check_shards(catalog: Catalog, names: Iterable[str]) -> None:
 
 def _check_extents(catalog: Catalog, tensor: TensorRef, table: ShardTable, sizes: np.ndarray) -> None:
     counts = np.prod(table.stop - table.start, axis=1, dtype=np.int64)
-    room = (sizes[table.file] - table.offset) // tensor.dtype.itemsize  # counts * itemsize could leave int64
+    room = (sizes[table.file] - table.offset) // tensor.on_disk.itemsize  # counts * itemsize could leave int64
     late = np.flatnonzero((table.offset < 0) | (counts > room))
     if len(late):
         k = int(late[0])
         file = catalog.files[int(table.file[k])]
-        end = int(table.offset[k]) + int(counts[k]) * tensor.dtype.itemsize
+        end = int(table.offset[k]) + int(counts[k]) * tensor.on_disk.itemsize
         msg = f"{tensor.name}: its shard in {file.name} ends at byte {end}, but the file has {file.nbytes}"
         raise CorruptCheckpointError(msg, hint="the file is cut: copy it again")
 
@@ -113,11 +113,11 @@ def _resolved(tensor: TensorRef, take: Take, parameter: Parameter, fold: LowRank
     if not inside or tuple(box.shape[a] for a in axes) != take.dest_box.shape:
         msg = f"{parameter.name}: the rule takes {box} of {tensor.name} {list(tensor.shape)} for {take.dest_box}"
         raise CorruptCheckpointError(msg, hint="config.json and the tensors' shapes contradict each other")
-    table = split_leading_dim(tensor.shards, take.split, tensor.dtype.itemsize) if take.split else tensor.shards
+    table = split_leading_dim(tensor.shards, take.split, tensor.on_disk.itemsize) if take.split else tensor.shards
     if fold is not None and take.split:
         msg = f"{parameter.name}: LoRA on a tensor whose rows are reordered cannot be folded"
         raise UnsupportedError(msg, hint="--lora keep writes model and adapter apart")
-    return ResolvedTake(table, box, take.dest_box, take.permute, fold)
+    return ResolvedTake(table, box, take.dest_box, take.permute, fold, tensor.stored)
 
 
 def split_leading_dim(table: ShardTable, factors: tuple[int, ...], itemsize: int) -> ShardTable:
