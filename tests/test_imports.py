@@ -24,7 +24,19 @@ LAYERS = (
     ("planning",),
     ("engine",),
     ("output", "verification", "report"),
-    ("api", "job", "cli", "cli_frame", "cli_options", "console", "inspection", "verl_spelling", "__main__", "__init__"),
+    (
+        "api",
+        "job",
+        "cli",
+        "cli_frame",
+        "cli_options",
+        "console",
+        "forecast",
+        "inspection",
+        "verl_spelling",
+        "__main__",
+        "__init__",
+    ),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FACE = len(LAYERS) - 1

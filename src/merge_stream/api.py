@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from merge_stream.engine.budget import MemoryBudget
-from merge_stream.engine.events import Observer, Phase, Silent, Warned
+from merge_stream.engine.events import Noted, Observer, Phase, Silent, Warned
 from merge_stream.engine.executor import Executed, StopFlag
 from merge_stream.engine.executor import execute as run_plan
 from merge_stream.engine.governor import Governor
@@ -28,7 +28,7 @@ from merge_stream.errors import SourceChangedError, VerificationError
 from merge_stream.job import Job, card_facts, check_disk, make_plan, memory_for
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
-from merge_stream.output.hugging_face import finish_folder
+from merge_stream.output.hugging_face import beside_the_weights, finish_folder
 from merge_stream.output.place import (
     OutputPlace,
     choose_place,
@@ -97,7 +97,7 @@ def execute(
     source = LocalSource(job.options.io, window_bytes=memory.segment)
     try:
         if staging.resumed:
-            observer(Warned(f"continuing the run that began in {place.work}"))
+            observer(Noted(f"continuing the run that began in {place.work}"))
         observer(Phase("merging", job.plan.write_nbytes - sum(len(o.header) for o in job.plan.outputs)))
         with Governor(budget, allowed=memory.allowed) as governor:
             executed = run_plan(
@@ -142,7 +142,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
                 job.options.io,
             )
             verified.append("all values were read back and compared with the source")
-        commit(place)
+        left_over = commit(place)
     finally:
         staging.close()
     memory = staged.memory
@@ -173,7 +173,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         timeline=[(s.seconds, s.rss, s.slabs) for s in staged.governor.samples],
         verified=verified,
         warnings=job.warnings,
-        notes=(*job.plan.notes, *written.notes),
+        notes=(*job.plan.notes, *written.notes, *left_over),
         dropped=job.plan.dropped,
         ignored=job.catalog.ignored,
         overflows=staged.executed.overflows,
@@ -225,8 +225,8 @@ def _committed_before(
     fingerprint = interrupted_commit(out)
     if not fingerprint:
         return None
-    finish_interrupted_commit(out)
-    observer(Warned(f"an earlier run was ended while it moved the finished model to {os.fspath(out)}; it is there now"))
+    left_over = finish_interrupted_commit(out) or ()
+    observer(Noted(f"an earlier run was ended while it moved the finished model to {os.fspath(out)}; it is there now"))
     job = make_plan(open_checkpoint(paths, opening), options, observer=observer, stop=stop)
     plan = job.plan
     if plan.fingerprint != fingerprint:
@@ -250,10 +250,10 @@ def _committed_before(
         },
         verified=["the run that wrote it had checked everything and was ended while it moved the model"],
         warnings=job.warnings,
-        notes=plan.notes,
+        notes=(*plan.notes, *left_over),
         dropped=plan.dropped,
         ignored=job.catalog.ignored,
-        side_files={f.name: f.origin for f in job.folder.side_files.files},
+        side_files=beside_the_weights(plan, job.folder, job.named.adapter_config, card_facts(job)),
     )
 
 

@@ -83,13 +83,16 @@ def app() -> None:
 
 
 @app.command(short_help="Merge a checkpoint into a Hugging Face folder.")
-@click.argument("paths", nargs=-1, metavar="CKPT OUT")
+@click.argument("paths", nargs=-1, type=opt.WORDS, metavar="CKPT OUT")
 @opt.opening
 @opt.planning
-@opt.verl
-@click.option("--push-to-hub", metavar="REPO", help="Upload OUT to this repository of the Hub; implies --verify.")
+@opt.verl()
+@click.option(
+    "--push-to-hub", type=opt.WORDS, metavar="REPO", help="Upload OUT to this repository of the Hub; implies --verify."
+)
 @opt.hub
 @click.option("--verify", is_flag=True, help="Read the whole output and the source again and compare all values.")
+@click.option("--sha256", is_flag=True, help="Tell the SHA-256 of each weight file, as the Hub does; reads OUT again.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT by the new model once that is whole.")
 @click.option("--restart", is_flag=True, help="Begin anew instead of continuing an interrupted run.")
 @opt.output
@@ -110,7 +113,7 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
     options = opt.merge_options(given, default_dtype="bf16" if verl.used else "keep")
     with running(given, options.max_mem) as (console, stop):
         for text in remarks:
-            console.line(text)
+            console.line(f"note: {text}")
         if target is not None:
             from merge_stream.output.hub import prepare_push
 
@@ -159,8 +162,8 @@ def _upload(out: str, target: PushTarget, given: dict[str, Any]) -> Pushed:
 
 
 @app.command(short_help="Upload a finished model to the Hub.")
-@click.argument("out", metavar="OUT")
-@click.argument("repo", metavar="REPO")
+@click.argument("out", type=opt.WORDS, metavar="OUT")
+@click.argument("repo", type=opt.WORDS, metavar="REPO")
 @opt.hub
 @opt.output
 def push(out: str, repo: str, **given: Any) -> None:  # noqa: ANN401
@@ -176,7 +179,7 @@ def push(out: str, repo: str, **given: Any) -> None:  # noqa: ANN401
 
 
 @app.command(short_help="Is OUT a complete model that every engine loads?")
-@click.argument("out", metavar="OUT")
+@click.argument("out", type=opt.WORDS, metavar="OUT")
 @opt.output
 def check(out: str, **given: Any) -> None:  # noqa: ANN401
     """Look at headers and JSON files of the model folder OUT (no tensor data); exit 3 when an error is found.
@@ -193,7 +196,7 @@ def check(out: str, **given: Any) -> None:  # noqa: ANN401
 
 
 @app.command(short_help="Tell what a checkpoint is and holds.")
-@click.argument("paths", nargs=-1, metavar="CKPT")
+@click.argument("paths", nargs=-1, type=opt.WORDS, metavar="CKPT")
 @opt.opening
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @opt.output
@@ -211,10 +214,11 @@ def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
 
 
 @app.command(short_help="Dry run: what would be written, read and needed.")
-@click.argument("paths", nargs=-1, metavar="CKPT [OUT]")
+@click.argument("paths", nargs=-1, type=opt.WORDS, metavar="CKPT [OUT]")
 @opt.opening
 @opt.planning
 @click.option("--verify", is_flag=True, help="Plan for a merge with --verify.")
+@click.option("--sha256", is_flag=True, help="Plan for a merge with --sha256.")
 @click.option("--overwrite", is_flag=True, help="Plan for a merge with --overwrite.")
 @click.option("--restart", is_flag=True, help="Plan for a merge with --restart.")
 @opt.output
@@ -226,7 +230,7 @@ def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
         raise UsageError(msg)
     options = opt.merge_options(given, default_dtype="keep")
     with running(given, options.max_mem) as (console, stop):
-        from merge_stream.inspection import forecast
+        from merge_stream.forecast import forecast
 
         out = paths[1] if len(paths) == 2 else None
         result = forecast(sources, out, options, opening=opt.open_options(given), observer=console, stop=stop)
@@ -234,11 +238,12 @@ def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
 
 
 @app.command(short_help="Compare a model with a reference model or a checkpoint.")
-@click.argument("out", metavar="OUT")
+@click.argument("out", type=opt.WORDS, metavar="OUT")
 @click.option(
     "--against",
     multiple=True,
     required=True,
+    type=opt.WORDS,
     metavar="REF_OR_CKPT",
     help="Reference folder or checkpoint; several for node-local parts.",
 )
@@ -249,10 +254,13 @@ def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     help="Absolute tolerance; without tolerances bits must be equal.",
 )
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
+@click.option("--check-crc", is_flag=True, help="First compare the reference with the checksums in its own files.")
 @opt.opening
 @opt.memory
 @opt.lora
-@click.option("--base-model", metavar="DIR", help="Folder with config.json for a checkpoint that has none.")
+@click.option(
+    "--base-model", type=opt.WORDS, metavar="DIR", help="Folder with config.json for a checkpoint that has none."
+)
 @opt.output
 def verify(out: str, against: tuple[str, ...], atol: float, rtol: float, **given: Any) -> None:  # noqa: ANN401
     """Compare names, shapes, types and values of the model OUT; exit 3 when they differ."""
@@ -263,9 +271,11 @@ def verify(out: str, against: tuple[str, ...], atol: float, rtol: float, **given
 @opt.opening
 @opt.memory
 @opt.lora
-@opt.verl
+@opt.verl("--backend", "--local-dir", "--test-hf-dir", "--hf-model-path", "--trust-remote-code")
 @click.option("--private", is_flag=True, hidden=True)
-@click.option("--base-model", metavar="DIR", help="Folder with config.json for a checkpoint that has none.")
+@click.option(
+    "--base-model", type=opt.WORDS, metavar="DIR", help="Folder with config.json for a checkpoint that has none."
+)
 @opt.output
 def test(**given: Any) -> None:  # noqa: ANN401
     """Compare a checkpoint with a model, in verl's words.
@@ -289,7 +299,7 @@ def _verify(  # noqa: PLR0917 - one call's facts
         from merge_stream.engine.compare import Tolerance
 
         for text in remarks:
-            console.line(text)
+            console.line(f"note: {text}")
         verdict = do_verify(
             out,
             against,
@@ -300,6 +310,7 @@ def _verify(  # noqa: PLR0917 - one call's facts
             opening=opt.open_options(given),
             base_model=given["base_model"],
             lora=opt.lora_choice(given),
+            check_crc=given.get("check_crc", False),
             observer=console,
             stop=stop,
         )

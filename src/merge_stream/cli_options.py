@@ -37,15 +37,16 @@ F = TypeVar("F", bound=Callable[..., object])
 _DEFAULT_SHARE = 0.5
 
 
-class _Words(click.ParamType[str]):
+class _Words(click.types.StringParamType):
     """A name or path: anything but nothing. An empty one is a shell variable that is not set."""
 
     name = "text"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not value.strip():
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
+        """The text, or a usage error when there is none."""
+        if not str(value).strip():
             self.fail("an empty name (is a variable of the shell not set?)", param, ctx)
-        return value
+        return super().convert(value, param, ctx)
 
 
 WORDS = _Words()
@@ -69,8 +70,12 @@ opening = _all(
         metavar="DIR",
         help="Further folder of the same checkpoint (node-local disks); repeatable.",
     ),
-    click.option("--format", "format_name", type=WORDS, metavar="NAME", help="Format of the checkpoint; detected by default."),
-    click.option("--root", type=WORDS, metavar="KEY", help="Key of the sub-tree of a nested state dict that is the model."),
+    click.option(
+        "--format", "format_name", type=WORDS, metavar="NAME", help="Format of the checkpoint; detected by default."
+    ),
+    click.option(
+        "--root", type=WORDS, metavar="KEY", help="Key of the sub-tree of a nested state dict that is the model."
+    ),
     click.option(
         "--mesh-dim-names", metavar="A,B", help="Names of the device mesh's dims, outermost first; labels only."
     ),
@@ -170,7 +175,7 @@ _VERL_FLAGS = ("--use-cpu-initialization", "--tie-word-embedding", "--is-value-m
 
 
 def verl(*shown: str) -> Callable[[F], F]:
-    """verl's options, with `-` for `_`; only those named are in the help."""
+    """Options of verl, with `-` for `_`; only those named are in the help."""
     return _all(
         *(click.option(name, type=WORDS, help=told, hidden=name not in shown) for name, told in _VERL),
         *(
@@ -194,7 +199,7 @@ def memory_bound(given: Mapping[str, Any]) -> int:
     if given["max_mem"] is None:
         return int(limit * _DEFAULT_SHARE)
     bound = parse_memory(given["max_mem"], total=limit)
-    if bound > limit:
+    if bound > limit and not given["quiet"]:
         click.echo(f"note: --max-mem is above {which}, {format_bytes(limit)}, which is used instead", err=True)
     return min(bound, limit)
 

@@ -12,9 +12,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
-from merge_stream.engine.events import Phase, Progress, Warned
+from merge_stream.engine.events import Noted, Phase, Progress, Warned
 from merge_stream.engine.memory import resident
-from merge_stream.units import format_bytes, format_duration
+from merge_stream.units import format_bytes, format_duration, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -49,11 +49,13 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self._stop_bar()
 
-    def __call__(self, event: Phase | Progress | Warned) -> None:
+    def __call__(self, event: Noted | Phase | Progress | Warned) -> None:
         """Show an event."""
         with self._lock:
-            if isinstance(event, Warned):
-                self.line(f"warning: {event.text}" if not self._quiet else "")
+            if isinstance(event, Noted):
+                self.line(f"note: {event.text}")
+            elif isinstance(event, Warned):
+                self.line(f"warning: {event.text}")
             elif isinstance(event, Phase):
                 self._begin(event)
             else:
@@ -62,6 +64,7 @@ class Console:
     def line(self, text: str) -> None:
         """A line on stderr (none when quiet or empty)."""
         if text and not self._quiet:
+            text = printable(text)
             if self._bar is not None:
                 self._bar.console.print(text, highlight=False, markup=False)
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +91,16 @@ def find_checkpoint(tree: LocalTree, format_name: str | None = None) -> Found:
     lines = "".join(f"\n  {f.folder}/  {f.format.name}: {f.detection.evidence}" for f in found[:_SHOWN])
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     msg = f"{tree.label} holds {len(found)} checkpoints:{lines}{more}"
-    raise AmbiguousCheckpointError(msg, hint=f"pass one of them, for example {tree.label}/{found[-1].folder}")
+    latest = shlex.join(["merge-stream", "inspect", _path_of(found[-1])])
+    raise AmbiguousCheckpointError(msg, hint=f"pass one of them, for example:\n  {latest}")
+
+
+def _path_of(found: Found) -> str:
+    """The folder as it can be given again; of node-local parts the one that holds the first file."""
+    if os.path.isdir(found.tree.label):
+        return found.tree.label
+    name, entry = next(iter(found.tree.files.items()))
+    return entry.path.removesuffix(name).rstrip("/")
 
 
 def _formats(name: str | None) -> tuple[CheckpointFormat, ...]:
@@ -155,7 +165,6 @@ def _refuse_later_formats(tree: LocalTree) -> None:
 
 def _unknown(tree: LocalTree, format_name: str | None) -> UnknownFormatError:
     names = list(tree.files)
-    wanted = "expected one of: " + "; ".join(f"{m.name} ({m.summary})" for m in members_of("formats"))
     if not names:
         return UnknownFormatError(f"{tree.label} is empty", hint="pass the folder that holds the checkpoint's files")
     top = sorted({n.split("/", 1)[0] + ("/" if "/" in n else "") for n in names})
@@ -168,4 +177,10 @@ def _unknown(tree: LocalTree, format_name: str | None) -> UnknownFormatError:
         parent = os.path.dirname(os.path.abspath(tree.label))
         msg = f"{tree.label} holds config and tokenizer ({seen}), but no weights"
         return UnknownFormatError(msg, hint=f"the shards are usually one folder above: {parent}")
-    return UnknownFormatError(f"{tree.label} {what}: it holds {seen}", hint=wanted)
+    formats = _formats(format_name)
+    width = max(len(m.name) for m in formats)
+    lines = "".join(f"\n  {m.name:<{width}}  {m.summary}" for m in formats)
+    wanted = (
+        "wanted is a folder that looks like this:" if format_name else "known are folders that look like one of these:"
+    )
+    return UnknownFormatError(f"{tree.label} {what}: it holds {seen}", hint=wanted + lines)

@@ -77,10 +77,10 @@ def counted(number: int, word: str, words: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that a terminal or a JSON reader could trip over; line breaks and tabs stay.
+    r"""The text with everything escaped that a terminal or a JSON reader could trip over; line breaks and tabs stay.
 
-    Bytes of a file name that are no UTF-8 become "\\xff", control characters and those that turn the
-    direction of writing "\\x1b", "\\u202e".
+    Bytes of a file name that are no UTF-8 become "\xff", control characters and those that turn the
+    direction of writing "\x1b", "\u202e".
     """
     if text.isprintable():
         return text

@@ -59,7 +59,7 @@ def test_case_130_processors_and_templates_are_copied(
     for name, text in given.items():
         with (tmp_path / "out" / name).open(newline="") as file:
             assert file.read() == text
-    assert set(json.loads(capsys.readouterr().out)["side_files"]) == {*given, "README.md"}
+    assert set(json.loads(capsys.readouterr().out)["side_files"]) == {*given, "config.json", "README.md"}
 
 
 def test_case_131_code_is_copied_and_never_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,14 @@ from tests.makers.dtensor import write_hub
 def test_wrong_folder(made: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("x")
-    tool(tmp_path / "notes", tmp_path / "out").refused(
-        5, str(tmp_path / "notes"), "it holds todo.txt", "expected one of", "model_world_size_", ".metadata"
-    )
+    ended = tool(tmp_path / "notes", tmp_path / "out").refused(5, str(tmp_path / "notes"), "it holds todo.txt")
     assert listing(tmp_path) == ["notes", "notes/todo.txt"]
+    formats = ended.err[ended.err.index("hint: ") :].splitlines()[1:]  # one a line
+    for name, word in (("fsdp", "model_world_size_"), ("dcp", ".metadata"), ("hugging_face", "safetensors")):
+        assert any(line.split()[0] == name and word in line for line in formats), ended.err
+    assert all(len(line) <= 130 for line in formats)
+    ended = tool(tmp_path / "notes", tmp_path / "out", "--format", "dcp").refused(5, "is not a dcp checkpoint")
+    assert [line.split()[0] for line in ended.err.splitlines()[-1:]] == ["dcp"]
 
 
 def test_folder_that_is_not_there(tmp_path: pathlib.Path) -> None:
@@ -37,15 +42,18 @@ def test_the_huggingface_folder_instead_of_the_one_above(ckpt: pathlib.Path, tmp
 
 
 def test_parent_folder(ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """With one checkpoint below: taken and told. With two: listed."""
-    run = tmp_path / "run"
+    """With one checkpoint below: taken and told. With two: listed, with a command that can be pasted."""
+    run = tmp_path / "my run"
     shutil.copytree(ckpt, run / "global_step_10" / "actor")
     ended = tool(run, tmp_path / "out")
     assert ended.code == 0, ended.err
     assert "global_step_10/actor" in ended.out
     shutil.rmtree(tmp_path / "out")
     shutil.copytree(ckpt, run / "global_step_20" / "actor")
-    tool(run, tmp_path / "out").refused(5, "2 checkpoints", "global_step_10/actor", "global_step_20/actor", "pass one")
+    ended = tool(run, tmp_path / "out").refused(5, "2 checkpoints", "global_step_10/actor", "global_step_20/actor")
+    command = shlex.split(ended.err.splitlines()[-1])
+    assert command[0] == "merge-stream"
+    assert tool(*command[1:]).code == 0
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
 

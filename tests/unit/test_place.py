@@ -168,7 +168,7 @@ class TestCommit:
         assert files(out) == MODEL
         assert [p.name for p in tmp_path.iterdir()] == ["OUT"]
         assert interrupted_commit(out) is None
-        assert not finish_interrupted_commit(out)
+        assert finish_interrupted_commit(out) is None
 
     def test_config_and_index_appear_last_in_a_folder_that_is_filled(
         self, out: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +194,7 @@ class TestCommit:
         assert files(out) == {"theirs": "1"}
         assert files(Path(place.model_dir)) == MODEL
         shutil.rmtree(out)
-        assert finish_interrupted_commit(out)  # once it is out of the way
+        assert finish_interrupted_commit(out) is not None  # once it is out of the way
         assert files(out) == MODEL
         assert [p.name for p in tmp_path.iterdir()] == ["OUT"]
 
@@ -260,7 +260,7 @@ class TestInterruptedSwap:
         assert {p.name for p in tmp_path.iterdir()} == left
         assert {p.name for p in out.iterdir()} == set(MODEL)
         assert not user_has_old or files(Path(f"{out}.old")) == {"precious": "1"}
-        assert not finish_interrupted_commit(out)
+        assert finish_interrupted_commit(out) is None
 
     def test_a_commit_that_is_just_being_made_is_left_to_its_run(self, out: Path) -> None:
         from merge_stream.engine.staging import _locked
@@ -272,7 +272,7 @@ class TestInterruptedSwap:
             finish_interrupted_commit(out)
         assert files(Path(place.model_dir)) == MODEL
         os.close(fd)
-        assert finish_interrupted_commit(out)
+        assert finish_interrupted_commit(out) is not None
         assert files(out) == MODEL
 
     def test_the_fingerprint_of_the_finished_model_is_known(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ class TestInterruptedSwap:
         place = staged(out)
         fill(Path(f"{out}.old"), {"precious": "1"})
         Path(place.work + module._MARK).write_text("garbage")
-        assert finish_interrupted_commit(out)
+        assert finish_interrupted_commit(out) is not None
         assert files(out) == MODEL
         assert files(Path(f"{out}.old")) == {"precious": "1"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Observer", "Phase", "Progress", "Silent", "Warned"]
+__all__ = ["Noted", "Observer", "Phase", "Progress", "Silent", "Warned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,15 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Noted:
+    """Something the user may want to know; all is as it should be."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Warned:
-    """A remark for the user; the run goes on."""
+    """Something the user should look at; the run goes on."""
 
     text: str
 
@@ -34,7 +41,7 @@ class Warned:
 class Observer(Protocol):
     """Receives events, one at a time, possibly from worker threads; must return quickly."""
 
-    def __call__(self, event: Phase | Progress | Warned) -> None:
+    def __call__(self, event: Noted | Phase | Progress | Warned) -> None:
         """Take note of `event`."""
         ...
 
@@ -42,5 +49,5 @@ class Observer(Protocol):
 class Silent:
     """An observer that ignores everything."""
 
-    def __call__(self, event: Phase | Progress | Warned) -> None:
+    def __call__(self, event: Noted | Phase | Progress | Warned) -> None:
         """Ignore `event`."""

@@ -18,20 +18,37 @@ from merge_stream.output.config_patch import OutputTensor, holds_quantized, patc
 from merge_stream.output.index import INDEX_NAME, build_index
 from merge_stream.output.model_card import CARD_NAME, CardFacts, build_card
 from merge_stream.output.model_info import ModelFolder
-from merge_stream.output.side_files import copy_side_files
+from merge_stream.output.side_files import SidePlan, copy_side_files
 from merge_stream.planning.plan import Plan
 from merge_stream.planning.planner import ADAPTER_FILE
 from merge_stream.storage.local import LocalTree
 
-__all__ = ["Finished", "finish_folder"]
+__all__ = ["Finished", "beside_the_weights", "finish_folder"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`side_files` maps each copied file to whose it was; `notes` are remarks about the config."""
+    """`side_files` maps each file beside the weights to whose it was; `notes` are remarks about the config."""
 
     side_files: Mapping[str, str]
     notes: tuple[str, ...]
+
+
+def beside_the_weights(
+    plan: Plan, folder: ModelFolder, adapter_config: bytes | None = None, card: CardFacts | None = None
+) -> dict[str, str]:
+    """Every file that `finish_folder` puts beside the weights, and whose it is."""
+    origins = {f.name: f.origin for f in _side_files(plan, folder).files}
+    in_model = sum(o.in_model for o in plan.outputs)
+    if adapter_config is not None:
+        origins[_ADAPTER_CONFIG] = _OURS
+    if folder.config_bytes is not None and in_model:
+        origins = {"config.json": folder.config_origin, **origins}
+    if in_model > 1:
+        origins[INDEX_NAME] = _OURS
+    if card is not None and not any(name.lower().startswith("readme") for name in origins):
+        origins[CARD_NAME] = _OURS
+    return origins
 
 
 def finish_folder(
@@ -48,29 +65,39 @@ def finish_folder(
     _check_journal(plan, staging)
     _check_headers(plan, staging.model_dir)
     model = [p for p in plan.parameters if plan.outputs[p.output].in_model]
-    tensors = [OutputTensor(p.name, p.dtype, p.size, p.shape) for p in model]
-    side_files = folder.side_files.for_quantized() if holds_quantized(tensors) else folder.side_files
-    copy_side_files(side_files, staging.model_dir)
-    origins = {f.name: f.origin for f in side_files.files}
+    copy_side_files(_side_files(plan, folder), staging.model_dir)
+    origins = beside_the_weights(plan, folder, adapter_config, card)
     notes: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     if adapter_config is not None:
-        _write(os.path.join(staging.model_dir, os.path.dirname(ADAPTER_FILE), "adapter_config.json"), adapter_config)
+        _write(os.path.join(staging.model_dir, _ADAPTER_CONFIG), adapter_config)
     if folder.config_bytes is not None and model:
-        patched = patch_config(folder.config_bytes, tensors, untied=bool(plan.broken_ties))
+        patched = patch_config(folder.config_bytes, _model_tensors(plan), untied=bool(plan.broken_ties))
         notes = patched.notes
         architectures = tuple(str(name) for name in json.loads(patched.data).get("architectures") or ())
         _write(os.path.join(staging.model_dir, "config.json"), patched.data)
-    index = os.path.join(staging.model_dir, INDEX_NAME)
-    if sum(o.in_model for o in plan.outputs) > 1:
+    if INDEX_NAME in origins:
         weight_map = {p.name: plan.outputs[p.output].name for p in model}
         size = sum(p.nbytes for p in model)
         count = sum(p.size for p in model)
-        _write(index, build_index(weight_map, total_size=size, total_parameters=count))
-    if card is not None and not any(name.lower().startswith("readme") for name in origins):
+        index = build_index(weight_map, total_size=size, total_parameters=count)
+        _write(os.path.join(staging.model_dir, INDEX_NAME), index)
+    if card is not None and origins.get(CARD_NAME) == _OURS:
         _write(os.path.join(staging.model_dir, CARD_NAME), build_card(replace(card, architectures=architectures)))
-        origins[CARD_NAME] = "written by merge-stream"
     return Finished(origins, notes)
+
+
+_OURS = "written by merge-stream"
+_ADAPTER_CONFIG = os.path.join(os.path.dirname(ADAPTER_FILE), "adapter_config.json")
+
+
+def _model_tensors(plan: Plan) -> list[OutputTensor]:
+    inside = (p for p in plan.parameters if plan.outputs[p.output].in_model)
+    return [OutputTensor(p.name, p.dtype, p.size, p.shape) for p in inside]
+
+
+def _side_files(plan: Plan, folder: ModelFolder) -> SidePlan:
+    return folder.side_files.for_quantized() if holds_quantized(_model_tensors(plan)) else folder.side_files
 
 
 def _check_journal(plan: Plan, staging: DirectStaging) -> None:

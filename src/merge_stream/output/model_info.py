@@ -19,7 +19,7 @@ from typing import Any
 from merge_stream.architectures.base import BaseTensor, ModelInfo
 from merge_stream.containers.json_file import read_json
 from merge_stream.containers.safetensors_file import read_header
-from merge_stream.errors import CheckpointError, CorruptCheckpointError
+from merge_stream.errors import CheckpointError, CorruptCheckpointError, UsageError
 from merge_stream.output.hub import looks_like_hub_name
 from merge_stream.output.index import INDEX_NAME
 from merge_stream.output.model_card import hub_id_of
@@ -40,6 +40,7 @@ class ModelFolder:
 
     info          config (parsed) and base tensors, for the architectures
     config_bytes  config.json as it stands in its folder, or None when none is written
+    config_origin whose it is, as `SideFile.origin`
     side_files    what is copied
     notes         remarks for the user
     base_id       name of the base model on the Hub, or ""
@@ -52,6 +53,7 @@ class ModelFolder:
     notes: tuple[str, ...] = ()
     base_id: str = ""
     base_readme: str = ""
+    config_origin: str = "checkpoint"
 
 
 def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, write_config: bool) -> ModelFolder:
@@ -97,7 +99,8 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
             notes.append("config and side files are the checkpoint's own; --base-model gives names, and what it lacks")
     info = ModelInfo(config, config_path, base_tensors)
     readme = base_listing["README.md"].path if "README.md" in base_listing else ""
-    return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes), base.name, readme)
+    origin = "checkpoint" if config_folder in listings else "base model"
+    return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes), base.name, readme, origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ class _Base:
 def _base(base_model: str | None) -> _Base:
     if base_model is None:
         return _Base()
+    if not base_model:
+        raise UsageError("the name of the base model is empty", hint="name its folder, or leave --base-model out")
     if not Path(base_model).exists() and looks_like_hub_name(base_model):
         from merge_stream.output.hub_base import fetch_base
 

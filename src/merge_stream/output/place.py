@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from merge_stream.errors import MergeStreamError, OutputBusyError, OutputExistsError, UsageError
+from merge_stream.units import counted
 
 __all__ = ["OutputPlace", "choose_place", "commit", "finish_interrupted_commit", "interrupted_commit"]
 
@@ -94,7 +95,8 @@ def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[
     if not entries:
         return _own(OutputPlace(path, os.path.join(path, _INNER), inside=True, replaces=False))
     if not overwrite:
-        msg = f"{text} is there and holds {len(entries)} entries ({', '.join(sorted(entries)[:3])}, ...)"
+        shown = ", ".join(sorted(entries)[:3]) + (", ..." if len(entries) > 3 else "")
+        msg = f"{text} is there and holds {counted(len(entries), 'entry', 'entries')} ({shown})"
         raise OutputExistsError(
             msg, hint="choose another OUT, or give --overwrite to replace it once the new model is whole"
         )
@@ -147,19 +149,24 @@ def interrupted_commit(out: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def finish_interrupted_commit(out: str | os.PathLike[str]) -> bool:
-    """Finish the renames of a run that was killed while it committed; True when there was one."""
+def finish_interrupted_commit(out: str | os.PathLike[str]) -> tuple[str, ...] | None:
+    """Finish the renames of a run that was killed while it committed; None when there was none.
+
+    Else what `commit` returns.
+    """
     for place in _places(_absolute(out)):
         mark = _read_mark(place)
         if mark is not None:
             with _no_other_run(place):
-                _rename(OutputPlace(place.out, place.work, place.inside, mark.replaces), mark.old)
-            return True
-    return False
+                return _rename(OutputPlace(place.out, place.work, place.inside, mark.replaces), mark.old)
+    return None
 
 
-def commit(place: OutputPlace) -> None:
-    """Make the staged model visible as OUT; everything in it must be checked and synced."""
+def commit(place: OutputPlace) -> tuple[str, ...]:
+    """Make the staged model visible as OUT; everything in it must be checked and synced.
+
+    Returns in words what could not be removed afterwards: OUT is whole all the same.
+    """
     strange = _foreign(place.out) if place.inside else set[str]()
     if strange:
         msg = f"{place.out} was empty when the run began, and holds {min(strange)} now"
@@ -180,7 +187,7 @@ def commit(place: OutputPlace) -> None:
         os.fsync(file.fileno())
     os.replace(mark + ".new", mark)
     sync_folder(os.path.dirname(mark))
-    _rename(place, old)
+    return _rename(place, old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +249,7 @@ def _no_other_run(place: OutputPlace) -> Iterator[None]:
         os.close(fd)
 
 
-def _rename(place: OutputPlace, old_inode: int) -> None:
+def _rename(place: OutputPlace, old_inode: int) -> tuple[str, ...]:
     model, out, old = place.model_dir, place.out, place.out + ".old"
     if place.replaces and os.path.isdir(model) and os.path.lexists(out) and os.path.lexists(old):
         msg = f"{old} has appeared during the run, and the old {out} needs that name while it is replaced"
@@ -261,12 +268,23 @@ def _rename(place: OutputPlace, old_inode: int) -> None:
     except OSError as error:
         msg = f"the finished model could not be moved to {out}: {error.strerror}"
         raise MergeStreamError(msg, hint=f"it is whole in {model}; the same command tries the move again") from error
+    left: list[str] = []
+    if place.replaces and os.path.isdir(old) and os.stat(old).st_ino == old_inode:
+        left += _remove(old, "the replaced model")
+    left += _remove(place.work, "the partial folder")
     with contextlib.suppress(OSError):
-        if place.replaces and os.path.isdir(old) and os.stat(old).st_ino == old_inode:
-            shutil.rmtree(old)
-        if os.path.isdir(place.work):
-            shutil.rmtree(place.work)
         os.unlink(place.work + _MARK)
+    return tuple(left)
+
+
+def _remove(folder: str, what: str) -> Iterator[str]:
+    """Remove a folder of ours; when that fails, a remark instead of an error, since OUT is whole."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        yield f"{what} {folder} could not be removed ({error.strerror}): remove it yourself"
 
 
 def sync_folder(path: str) -> None:

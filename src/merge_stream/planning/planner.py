@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -125,7 +126,7 @@ def _identity(
     """What decides the bytes, named so that a mismatch can be told."""
     files = hashlib.sha256()
     for f in catalog.files:
-        files.update(f"{f.name}\0{f.nbytes}\0{f.mtime_ns}\n".encode())
+        files.update(os.fsencode(f"{f.name}\0{f.nbytes}\0{f.mtime_ns}\n"))
     sources = hashlib.sha256()
     digests: dict[int, bytes] = {}  # experts of one fused tensor share its table
     for p in parameters:
