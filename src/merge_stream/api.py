@@ -21,6 +21,7 @@ from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.events import Noted, Observer, Phase, Silent, Warned
 from merge_stream.engine.executor import Executed, StopFlag
 from merge_stream.engine.executor import execute as run_plan
+from merge_stream.engine.file_checksums import crc32c_of_outputs, sha256_of_files
 from merge_stream.engine.governor import Governor
 from merge_stream.engine.memory import MemoryPlan, peak_rss
 from merge_stream.engine.staging import DirectStaging
@@ -125,11 +126,14 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
     job, staging, place = staged.job, staged.staging, staged.place
     try:
         verified = ["every output byte has a known source range", "each written range is journaled with its checksum"]
+        if job.checksums is not None and job.checksums.records:
+            verified.append(job.checksums.text)
         if job.options.check_replicas:
             verified.append("stored copies of the same data were compared")
         observer(Phase("finishing"))
         written = finish_folder(job.plan, staging, job.folder, job.named.adapter_config, card_facts(job))
         verified.append("headers, index and sizes were read back")
+        checksums = _checksums(staged, observer, stop)
         if job.options.verify:
             compare_with_plan(
                 job.plan,
@@ -178,6 +182,8 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         ignored=job.catalog.ignored,
         overflows=staged.executed.overflows,
         side_files=written.side_files,
+        checksums=checksums,
+        source_checksums=job.checksums.as_json() if job.checksums is not None else None,
     )
 
 
@@ -271,6 +277,27 @@ def push(out: str | os.PathLike[str], target: PushTarget, *, quiet: bool = False
         msg = f"{os.fspath(out)} is no whole model: {broken[0].text}"
         raise VerificationError(msg, hint="`merge-stream check OUT` tells everything; nothing was uploaded")
     return push_folder(out, target, quiet=quiet)
+
+
+def _checksums(staged: Staged, observer: Observer, stop: StopFlag) -> dict[str, dict[str, str]]:
+    """Output file -> name of a checksum -> hex digits."""
+    outputs, staging, budget = staged.job.plan.outputs, staged.staging, staged.budget
+    kinds = {"crc32c": crc32c_of_outputs(outputs, staging.noted(), staging.sink, budget)}
+    if staged.job.options.sha256:
+        source = LocalSource(window_bytes=staged.memory.segment)
+        try:
+            kinds["sha256"] = sha256_of_files(
+                staged.place.model_dir,
+                outputs,
+                source,
+                budget=budget,
+                segment_bytes=staged.memory.segment,
+                observer=observer,
+                stop=stop,
+            )
+        finally:
+            source.close()
+    return {o.name: {kind: values[o.name] for kind, values in kinds.items() if o.name in values} for o in outputs}
 
 
 def _ways(staged: Staged) -> dict[str, int]:

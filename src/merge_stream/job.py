@@ -26,6 +26,7 @@ from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.fold import fold_bytes
 from merge_stream.engine.memory import MemoryPlan, metadata_ahead, plan_memory
 from merge_stream.engine.probe import Prober
+from merge_stream.engine.stored_checksums import ChecksumFindings
 from merge_stream.errors import CorruptCheckpointError, DiskSpaceError, MergeStreamError
 from merge_stream.options import MergeOptions
 from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
@@ -56,6 +57,8 @@ class Job:
     encoding: Cast
     memory: MemoryPlan
     warnings: list[str] = field(default_factory=list)
+    checksums: ChecksumFindings | None = None
+    """What `--check-crc` found; None without it."""
 
 
 def make_plan(
@@ -98,6 +101,7 @@ def make_plan(
         source = LocalSource(options.io, window_bytes=memory.segment)
         stack.callback(source.close)
         prober = Prober(catalog, source, encoding, budget, memory.segment, observer, stop)
+        checksums = _probe_checksums(named, prober, options, warnings)
         dropped, broken = _probe_ties(named.mapping, resolved, prober, warnings)
         written_heads = _materialize(resolved, dropped, folder, options)
         if options.check_replicas:
@@ -130,7 +134,7 @@ def make_plan(
     )
     del budget
     memory = memory_for(options, named)
-    return Job(catalog, folder, named, plan, options, encoding, memory, warnings)
+    return Job(catalog, folder, named, plan, options, encoding, memory, warnings, checksums)
 
 
 def memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
@@ -187,6 +191,19 @@ def _materialize(
     head, twin = pair
     resolved[head] = Resolved(replace(resolved[twin].parameter, name=head), resolved[twin].source)
     return [f"{head} is written equal to {twin}, to which config.json ties it (--materialize-tied)"]
+
+
+def _probe_checksums(
+    named: Named, prober: Prober, options: MergeOptions, warnings: list[str]
+) -> ChecksumFindings | None:
+    """`--check-crc`: everything that is read, before anything else is."""
+    if not options.check_crc:
+        return None
+    sources = [r.source for r in (*named.parameters.values(), *named.adapter)]
+    findings = prober.stored_checksums(sources, replicas=options.check_replicas)
+    if not findings.records:
+        warnings.append(f"--check-crc could check nothing: {findings.text}")
+    return findings
 
 
 def _probe_replicas(catalog: Catalog, prober: Prober, options: MergeOptions, warnings: list[str]) -> None:

@@ -10,6 +10,8 @@ from merge_stream.units import format_bytes, format_duration
 
 __all__ = ["Report"]
 
+_SHOWN = 8
+
 
 @dataclass(slots=True)
 class Report:
@@ -17,7 +19,9 @@ class Report:
 
     `io` holds the bytes of sources by how the workers read them: "pread", "mmap".
     `verified` lists in words what was checked; `memory` holds bytes: allowed, projected,
-    reserved and peak of the whole process; `timeline` samples of resident memory.
+    reserved and peak of the whole process; `timeline` samples of resident memory. `checksums`
+    maps each weight file to its "crc32c" and, where asked for, "sha256", in hex;
+    `source_checksums` counts what `--check-crc` compared (None without it).
     """
 
     out: str
@@ -45,6 +49,8 @@ class Report:
     ignored: Mapping[str, int] = field(default_factory=dict)
     overflows: Mapping[str, int] = field(default_factory=dict)
     side_files: Mapping[str, str] = field(default_factory=dict)
+    checksums: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    source_checksums: Mapping[str, int] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object; sizes in bytes, times in seconds."""
@@ -68,6 +74,7 @@ class Report:
             f"  peak memory {peak}, projected {projected}, allowed {allowed}",
             "  verified: " + "; ".join(self.verified),
         ]
+        text += self._checksum_lines()
         if self.dropped:
             text += [f"  left out {name}: {why}" for name, why in self.dropped.items()]
         if self.ignored:
@@ -80,3 +87,17 @@ class Report:
                 + ", ".join(f"{name} ({count})" for name, count in worst)
             )
         return text
+
+    def _checksum_lines(self) -> list[str]:
+        """The strongest checksum of each file, as `sha256sum` prints it; many files are shortened."""
+        kinds = {kind for checksums in self.checksums.values() for kind in checksums}
+        if not kinds:
+            return []
+        kind = "sha256" if "sha256" in kinds else "crc32c"
+        names = sorted(self.checksums)
+        more = f"    and {len(names) - _SHOWN} more (--json tells all)"
+        return [
+            f"  {kind}:",
+            *(f"    {self.checksums[name][kind]}  {name}" for name in names[:_SHOWN]),
+            *([more] if len(names) > _SHOWN else []),
+        ]

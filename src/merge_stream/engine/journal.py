@@ -2,12 +2,13 @@
 
 A text file, one line for each group of ranges written together:
 
-    r <output> <start> <stop> <xxh3-64> [<output> <start> <stop> <xxh3-64> ...] <check>
+    r <output> <start> <stop> <checksum> [<output> <start> <stop> <checksum> ...] <check>
     s <count> <check>         of the first `count` r-lines, those of this run are on stable storage
     b <boot id> <check>       a run began on this boot of the machine
     x <output> <check>        what was noted so far about this output file holds no more
 
-`check` is the xxh3-64 of the line before it. A line is appended after its ranges were
+`checksum` is the xxh3-64 of the range and its CRC-32C (of which the CRC of the whole file is made),
+24 hex digits. `check` is the xxh3-64 of the line before it. A line is appended after its ranges were
 written, so after `kill -9` every line is true (the page cache survives the process). After
 a power failure lines that no `s` of their own run covers may not be: on another boot they
 are believed only when the bytes on disk have the noted checksum. (An `s` of a later run
@@ -28,15 +29,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+import google_crc32c
+import numpy as np
 import xxhash
 
 from merge_stream.errors import CorruptCheckpointError
 
-__all__ = ["DoneRanges", "Journal", "JournalContent", "JournalMark", "WrittenRange", "checksum", "read_journal"]
+__all__ = [
+    "DoneRanges",
+    "Journal",
+    "JournalContent",
+    "JournalMark",
+    "WrittenRange",
+    "checksum",
+    "crc32c",
+    "noted_crc",
+    "noted_ranges",
+    "read_journal",
+]
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _UNKNOWN_BOOT = "unknown"
 _FIELDS = 4
+_XXH3_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +65,21 @@ class WrittenRange:
 
 
 def checksum(data: memoryview) -> str:
-    """xxh3-64 of the bytes, 16 hex digits."""
-    return xxhash.xxh3_64_hexdigest(data)
+    """xxh3-64 of the bytes, 16 hex digits, and CRC-32C, 8 hex digits, where this Python has a fast one."""
+    crc = crc32c(data)
+    return xxhash.xxh3_64_hexdigest(data) + (f"{crc:08x}" if crc is not None else "")
+
+
+def crc32c(data: memoryview) -> int | None:
+    """CRC-32C of the bytes; None when google-crc32c was built without its C part (some 1000 times slower)."""
+    if google_crc32c.implementation != "c":
+        return None
+    return int(google_crc32c.value(np.frombuffer(data, np.uint8)))  # it takes no memoryview
+
+
+def noted_crc(noted: str) -> int | None:
+    """The CRC-32C in a range's checksum, or None when it was left out."""
+    return int(noted[_XXH3_DIGITS:], 16) if len(noted) > _XXH3_DIGITS else None
 
 
 class DoneRanges:
@@ -163,6 +191,17 @@ def read_journal(path: str) -> JournalContent:
     return JournalContent(trusted, (*doubtful, *(r for _, r in waiting)), count, good)
 
 
+def noted_ranges(path: str, nbytes: int) -> Iterator[WrittenRange]:
+    """Every range that the lines in the first `nbytes` bytes of a journal name, true or not."""
+    for raw in _lines(path):
+        nbytes -= len(raw)
+        if nbytes < 0:
+            return
+        kind, *fields = raw[:-1].rpartition(b" ")[0].decode("ascii").split(" ")
+        if kind == "r":
+            yield from (_range(fields[k : k + _FIELDS]) for k in range(0, len(fields), _FIELDS))
+
+
 def _lines(path: str) -> Iterator[bytes]:
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         yield from file
@@ -230,14 +269,7 @@ class Journal:
 
     def noted(self) -> Iterator[WrittenRange]:
         """Every range that the whole lines of earlier runs name, one after another, true or not."""
-        left = self.before.nbytes
-        for raw in _lines(self.path):
-            left -= len(raw)
-            if left < 0:
-                return
-            kind, *fields = raw[:-1].rpartition(b" ")[0].decode("ascii").split(" ")
-            if kind == "r":
-                yield from (_range(fields[k : k + _FIELDS]) for k in range(0, len(fields), _FIELDS))
+        return noted_ranges(self.path, self.before.nbytes)
 
     def retract(self) -> None:
         """Cut off what was recorded since the last mark that was synced: it may be lost. The journal's last word."""

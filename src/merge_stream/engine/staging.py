@@ -21,9 +21,10 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from typing import Protocol
 
-from merge_stream.engine.journal import DoneRanges, Journal, WrittenRange, checksum, read_journal
+from merge_stream.engine.journal import DoneRanges, Journal, WrittenRange, checksum, noted_ranges, read_journal
 from merge_stream.errors import OutputBusyError, PlanMismatchError
 from merge_stream.planning.plan import Plan, fingerprint_of
 from merge_stream.storage.base import ByteSink
@@ -168,6 +169,10 @@ class DirectStaging:
     def ranges(self) -> DoneRanges:
         """What the journal file holds now, read back from disk."""
         return read_journal(self._journal.path).trusted
+
+    def noted(self) -> Iterator[WrittenRange]:
+        """Every range that the journal file names, with its checksum: all are of the bytes that this plan writes."""
+        return noted_ranges(self._journal.path, self._journal.mark.nbytes)
 
     def close(self) -> None:
         """Stop the flusher, close files, release the lock."""

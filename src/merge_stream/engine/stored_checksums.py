@@ -136,13 +136,13 @@ def ranges_read(sources: Iterable[Assembly]) -> dict[int, np.ndarray]:
             return
         parts = [fold.a, fold.b] if isinstance(fold, LowRank) else [fold.x]
         for part in parts:
-            take(part, fold.dtype.itemsize)
+            take(part, (part.stored or fold.dtype).itemsize)
         if isinstance(fold, LowRank) and fold.magnitude is not None:
-            take(fold.magnitude.x, fold.magnitude.dtype.itemsize)
+            take(fold.magnitude.x, (fold.magnitude.x.stored or fold.magnitude.dtype).itemsize)
 
     for source in sources:
         for one in source.takes:
-            take(one, source.dtype.itemsize)
+            take(one, (one.stored or source.dtype).itemsize)
     return _by_file(files, spans)
 
 
@@ -259,7 +259,7 @@ def _tensors_in(catalog: Catalog, record: StoredRecord) -> tuple[str, ...]:
         for table in (tensor.shards, tensor.replicas):
             if table is None or not len(table):
                 continue
-            nbytes = (table.stop - table.start).prod(axis=1) * tensor.dtype.itemsize
+            nbytes = (table.stop - table.start).prod(axis=1) * tensor.on_disk.itemsize
             inside = (table.offset < record.offset + record.nbytes) & (table.offset + nbytes > record.offset)
             if (inside & np.isin(table.file, numbers)).any():
                 found.append(name)

@@ -129,10 +129,14 @@ def verify(
     base_model: str | None = None,
     lora: LoraChoice | None = None,
     io: IoName = "auto",
+    check_crc: bool = False,
     observer: Observer | None = None,
     stop: StopFlag | None = None,
 ) -> Verdict:
-    """Compare the model folder `out` with a reference folder or a checkpoint, within `max_mem` bytes."""
+    """Compare the model folder `out` with a reference folder or a checkpoint, within `max_mem` bytes.
+
+    With `check_crc` the checksums that the reference's files hold are compared first (CorruptCheckpointError).
+    """
     observer, stop = observer or Silent(), stop or StopFlag()
     observer(Phase("reading metadata"))
     model, has_adapter = _opened(out)
@@ -157,6 +161,8 @@ def verify(
     try:
         prober = Prober(reference, with_source, encoding, budget, memory.segment, observer, stop)
         wanted = _wanted(model, reference, named, prober, verdict)
+        if check_crc:
+            verdict.notes.append(prober.stored_checksums((r.source for r in wanted.values()), replicas=False).text)
         pairs = _pairs(model, reference, wanted, verdict)
         verdict.tensors, verdict.nbytes = len(pairs), sum(p.got.nbytes for p in pairs)
         observer(Phase("comparing", verdict.nbytes))

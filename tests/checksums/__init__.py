@@ -1,0 +1,1 @@
+"""Checksums that checkpoints hold, and those of the files that are written."""
