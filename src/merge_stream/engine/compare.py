@@ -159,7 +159,7 @@ def _measure(  # noqa: PLR0917 - numbers of one tile
                 continue
             relative = np.nan_to_num(error[where] / np.abs(p[where]), nan=0.0, posinf=np.inf)
             error[np.isnan(p) & np.isnan(q)] = 0  # other bits, no other value
-            into.max_abs = max(into.max_abs, float(np.nan_to_num(error[where], nan=np.inf).max()))
+            into.max_abs = max(into.max_abs, float(np.nan_to_num(error[where], nan=np.inf, posinf=np.inf).max()))
             into.max_rel = max(into.max_rel, float(relative.max()))
         if into.first is None:
             k = int(where[0])

@@ -78,7 +78,7 @@ class GroupResolver:
         """
         groups = sorted(groups, key=lambda group: min(group.ranks))
         first = groups[0]
-        self._require_alike(tensor, groups)
+        self.require_alike(tensor, groups)
         stacked = _is_stack(tensor, len(first.shape))
         wanted = 1
         if stacked and self._experts and first.shape[0] and self._experts % first.shape[0] == 0:
@@ -102,7 +102,9 @@ class GroupResolver:
                 return [list(groups[k::wanted]) for k in range(wanted)]
         raise self._undecided(tensor, classes)
 
-    def _require_alike(self, tensor: str, groups: Sequence[Group]) -> None:
+    @staticmethod
+    def require_alike(tensor: str, groups: Sequence[Group]) -> None:
+        """CorruptCheckpointError unless all groups are of one type, shape and splitting, on ranks of their own."""
         one = groups[0]
         seen: set[int] = set()
         for group in groups:

@@ -64,9 +64,9 @@ def choose_rank_set(tree: ByteTree) -> RankSet:
     accelerate: dict[str, dict[int, str]] = {}
     for name in tree.files:
         if match := _VERL.fullmatch(name):
-            verl.setdefault(int(match[1]), {})[int(match[2])] = name
+            _take(tree, verl.setdefault(int(match[1]), {}), int(match[2]), name)
         elif match := _ACCELERATE.fullmatch(name):
-            accelerate.setdefault(match[1] or "", {})[int(match[2])] = name
+            _take(tree, accelerate.setdefault(match[1] or "", {}), int(match[2]), name)
     if verl:
         return _verl_set(tree, verl)
     if len(accelerate) > 1:
@@ -76,6 +76,14 @@ def choose_rank_set(tree: ByteTree) -> RankSet:
     files = dict(sorted(next(iter(accelerate.values())).items()))
     _require(tree, files, max(files) + 1, "pytorch_model_fsdp*_rank*.bin")
     return RankSet("accelerate", files, 0)
+
+
+def _take(tree: ByteTree, files: dict[int, str], rank: int, name: str) -> None:
+    """One more file; two of the same rank ("rank_1" and "rank_01") are ambiguous."""
+    other = files.setdefault(rank, name)
+    if other != name:
+        msg = f"{tree.label} holds two files of rank {rank}: {other} and {name}"
+        raise AmbiguousCheckpointError(msg, hint="remove the one that is not of this checkpoint")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

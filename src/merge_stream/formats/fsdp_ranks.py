@@ -202,6 +202,8 @@ class _Assembler:
 
     def tensor(self, name: str, groups: list[Group]) -> TensorRef:
         """One tensor of the catalog."""
+        if len(groups) > 1:
+            self._resolver.require_alike(name, groups)
         for group in groups:
             _require_complete(name, group)
         slices = [groups] if len(groups) == 1 else self._resolver.slices(name, groups)

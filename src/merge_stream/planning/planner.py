@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from merge_stream.containers.safetensors_file import HeaderEntry, build_header
 from merge_stream.encodings.base import Encoding
-from merge_stream.errors import CorruptCheckpointError
+from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.options import MergeOptions
 from merge_stream.planning.layout import Placed, file_name, split_in_files
 from merge_stream.planning.plan import Assembly, LowRank, OutputFile, ParameterPlan, Plan, Scaled
@@ -21,6 +21,7 @@ __all__ = ["ADAPTER_FILE", "DATA_ALIGNMENT", "PLAN_VERSION", "Resolved", "make_p
 
 ADAPTER_FILE = "lora_adapter/adapter_model.safetensors"
 PLAN_VERSION = 1
+_MOST_DIMS = 64
 DATA_ALIGNMENT = 4096
 """The data section of each output file starts at a multiple of this: one memory page."""
 
@@ -60,6 +61,7 @@ def make_plan(
         for r in resolved
     }
     by_name = _by_name(resolved)
+    _refuse_more_dims([*resolved, *adapter])
     placed = [
         Placed(name, dtypes[name], math.prod(r.parameter.shape) * dtypes[name].itemsize) for name, r in by_name.items()
     ]
@@ -106,6 +108,15 @@ class _Placer:
             plan = ParameterPlan(tensor.name, entry.shape, source, tensor.dtype, len(self.outputs), start)
             self.parameters.append(plan)
         self.outputs.append(OutputFile(name, header, len(header) + data_stop, tuple(indices)))
+
+
+def _refuse_more_dims(resolved: Sequence[Resolved]) -> None:
+    """UnsupportedError for what neither numpy nor a loader of safetensors files can view."""
+    for r in resolved:
+        dims = max(len(r.parameter.shape), len(r.source.view))
+        if dims > _MOST_DIMS:
+            msg = f"{r.parameter.name} has {dims} dims, and no loader takes more than {_MOST_DIMS}"
+            raise UnsupportedError(msg, hint="reshape it in the trainer, or leave it out of the state dict")
 
 
 def _by_name(resolved: Sequence[Resolved]) -> dict[str, Resolved]:
