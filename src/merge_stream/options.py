@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DtypeName", "IoName", "LayoutName", "LoraChoice", "LoraMode", "MergeOptions", "OpenOptions"]
+__all__ = ["DtypeName", "IoName", "LayoutName", "LoraChoice", "LoraMode", "MergeOptions", "OpenOptions", "WeightsName"]
 
 DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 LayoutName = Literal["upstream", "as-is"]
 IoName = Literal["auto", "pread", "mmap"]
 LoraMode = Literal["merge", "keep", "both"]
+WeightsName = Literal["master", "module"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,18 @@ class OpenOptions:
     mesh_dim_names  names for the dims of the device mesh, outermost first (only labels)
     root            key of the sub-tree of a nested state dict that is the model, or None
     tp_first        tensor parallelism split first where torch 2.3 did not record the order
+    tag             which save of a DeepSpeed run, where `latest` does not tell
+    weights         "master": fp32 masters where the trainer keeps them; "module": the weights as trained
+    exclude_frozen  leave parameters out that were not trained
     """
 
     format: str | None = None
     mesh_dim_names: tuple[str, ...] = ()
     root: str | None = None
     tp_first: bool = False
+    tag: str | None = None
+    weights: WeightsName = "master"
+    exclude_frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,10 +162,11 @@ def _is_quick(key: str) -> bool:
     return steps * (groups[0][0] + 1) * (1 << 6 * unbounded) <= _MOST_STEPS * math.factorial(unbounded)
 
 
-def read_settings(beside: Mapping[str, str], alpha: float | None) -> LoraSettings | None:
+def read_settings(beside: Mapping[str, str], alpha: float | None, *, scale_needed: bool = True) -> LoraSettings | None:
     """The adapter's settings from the files beside it (name -> absolute path), or `--lora-alpha`; None when unknown.
 
-    Where adapter_config.json has no alpha, only alpha comes from elsewhere. UsageError when
+    Without `scale_needed` (an adapter that is kept, not folded) an unknown alpha is 0. Where
+    adapter_config.json has no alpha, only alpha comes from elsewhere. UsageError when
     `alpha` is no finite number, CorruptCheckpointError when two of the files contradict each
     other, UnsupportedError for a kind of LoRA that is not known here.
     """
@@ -183,7 +184,9 @@ def read_settings(beside: Mapping[str, str], alpha: float | None) -> LoraSetting
             msg = f"--lora-alpha {alpha:g} contradicts {wrong.origin}, which says {wrong.alpha:g}"
             raise CheckpointError(msg, hint="leave the option out, or correct the file")
     elif not told:
-        return None
+        if scale_needed:
+            return None
+        alpha, source = 0.0, "nowhere"
     else:
         alpha = told[0].alpha
     if len({s.alpha for s in told}) > 1:
@@ -214,10 +217,15 @@ def _with_alpha(settings: LoraSettings, alpha: float, source: str) -> LoraSettin
     """The same settings with the alpha of another source, in the configuration too."""
     config = settings.config
     if config is not None:
-        document = {**json.loads(config), "lora_alpha": int(alpha) if alpha == int(alpha) else alpha}
+        document = {**json.loads(config), "lora_alpha": _written(alpha)}
         config = (json.dumps(document, indent=2) + "\n").encode()
     origin = source if config is None else f"{settings.origin} with {source}"
     return dataclasses.replace(settings, alpha=alpha, origin=origin, config=config)
+
+
+def _written(alpha: float) -> float | None:
+    """An alpha for adapter_config.json; null, which peft cannot load, when it is not known."""
+    return (int(alpha) if alpha == int(alpha) else alpha) if alpha else None
 
 
 def _number(value: object) -> float:
@@ -305,7 +313,7 @@ def adapter_config(
         "task_type": settings.task_type or "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": common,
-        "lora_alpha": int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,
+        "lora_alpha": _written(settings.alpha),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": settings.fan_in_fan_out,

@@ -1,0 +1,256 @@
+"""Experts of deepspeed.moe and AutoEP: each global expert has a file, each expert-parallel rank its masters.
+
+    layer_L_expert_E_mp_rank_MM_model_states.pt   16-bit weights of global expert E of MoE layer L
+    group with `moe`: True in *_optim_states.pt   masters of the local experts, cut over the ranks D % ep == e
+
+Facts: DeepSpeed 0.14.4, 0.16.9, 0.19.8 (moe/, runtime/engine.py, zero/stage_1_and_2.py). Masters are named by
+local expert ids (`deepspeed_experts.0`), files by global ones; global = e * local + i. Up to 0.16.9 the model
+states list no shapes, and in 0.14.4 the slice mappings of expert groups are wrong (they divide by all ranks), so
+the order is that of the files: layer, local expert, parameter. AutoEP stacks local experts:
+`experts.w1|w2|w3` [local, ...], and is given back the names of the Hugging Face module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from merge_stream.containers.torch_file import open_torch_file
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
+from merge_stream.formats._catalog import FileTable
+from merge_stream.formats._deepspeed_files import DeepSpeedFiles
+from merge_stream.formats._deepspeed_local import MASTER, LocalModel, plain_ref, widened
+from merge_stream.formats._deepspeed_states import OptimStates, Shape, StatesFile, tensors_in
+from merge_stream.formats._flat_ranges import moved, rows_of, stacked
+from merge_stream.formats._zero_masters import flat_masters
+from merge_stream.options import OpenOptions
+from merge_stream.tensors.ref import ShardTable, TensorRef
+
+__all__ = ["add_experts", "fuse_autoep"]
+
+_LOCAL = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+_STACK = re.compile(r"(.*\.experts\.w[123])\.(\d+)")
+_COPY = "copy the files of all experts here"
+
+
+def add_experts(
+    model: LocalModel, parts: Mapping[int, LocalModel], files: DeepSpeedFiles, table: FileTable, options: OpenOptions
+) -> int:
+    """Add all experts to the model; returns the bytes of metadata read."""
+    if len(parts) > 1:
+        msg = f"{files.tree.label} has experts and {len(parts)} model-parallel ranks, which is not known here"
+        raise UnsupportedError(msg, hint="convert it with DeepSpeed's ds_to_universal")
+    weights, counts, read = _read(files, table)
+    _require_experts(files, counts, model)
+    _stack_files(weights)
+    masters: dict[str, tuple[Shape, ShardTable]] = {}
+    if options.weights != "module":
+        masters = _masters(parts[0].optim, parts[0], weights)
+    for name, ref in weights.items():
+        if name in masters:
+            shape, rows = masters.pop(name)
+            if shape != ref.shape:
+                msg = f"{name} is {list(ref.shape)} in its expert file, {list(shape)} among the masters"
+                raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
+            model.tensors[name] = TensorRef(name, MASTER, shape, rows)
+            if ref.dtype != MASTER:
+                model.twins[name] = ref
+        else:
+            keeps = options.weights == "module" or not parts[0].optim
+            model.tensors[name] = ref if keeps else widened(ref)
+    if masters:
+        msg = f"{files.tree.label} has masters of experts without a file: {min(masters)} ..."
+        raise IncompleteShardsError(msg, hint=_COPY)
+    model.facts["experts"] = sum(counts.values())
+    fuse_autoep(model, files)
+    return read
+
+
+def _read(files: DeepSpeedFiles, table: FileTable) -> tuple[dict[str, TensorRef], Counter[int], int]:
+    """(weights by global name, experts of each layer, bytes of metadata)."""
+    weights: dict[str, TensorRef] = {}
+    counts: Counter[int] = Counter()
+    read = 0
+    for (layer, _, _), name in sorted(files.experts.items()):
+        source = StatesFile(name, table.index(name), open_torch_file(files.tree, name))
+        read += source.file.metadata_nbytes
+        counts[layer] += 1
+        tensors, _ = tensors_in(source.file.root, source)
+        for key, tensor in tensors.items():
+            if key in weights:
+                msg = f"{source.where} holds {key}, which is in another expert's file too"
+                raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
+            weights[key] = plain_ref(key, tensor, source)
+    return weights, counts, read
+
+
+def _require_experts(files: DeepSpeedFiles, counts: Counter[int], model: LocalModel) -> None:
+    """As many files for each layer as the model states say."""
+    stated = model.states.state.get("num_experts") if model.states else None
+    numbers = [n for n in stated if type(n) is int] if isinstance(stated, list) else []
+    for position, layer in enumerate(sorted(counts)):
+        there = {expert for (of, expert, _) in files.experts if of == layer}
+        wanted = numbers[position] if len(numbers) == len(counts) else max(there) + 1
+        missing = sorted(set(range(wanted)) - there)
+        if missing or len(there) > wanted:
+            msg = f"{files.tree.label} has {len(there)} expert files of MoE layer {max(layer, 0)}, wanted {wanted}"
+            raise IncompleteShardsError(f"{msg}; missing: {missing[:8]}", hint=_COPY)
+    if len(numbers) > len(counts):
+        msg = f"{files.tree.label} has expert files of {len(counts)} MoE layers, the model states list {len(numbers)}"
+        raise IncompleteShardsError(msg, hint=_COPY)
+
+
+def _masters(
+    optim: Sequence[OptimStates], part: LocalModel, weights: Mapping[str, TensorRef]
+) -> dict[str, tuple[Shape, ShardTable]]:
+    """Masters of all experts by global name."""
+    found: dict[str, tuple[Shape, ShardTable]] = {}
+    if not optim:
+        return found
+    listed = part.states.groups if part.states else None
+    number = 0
+    for group, settings in enumerate(optim[0].param_groups):
+        if settings.get("moe") is not True:
+            continue
+        number += 1
+        count = optim[0].partitions[group] if group < len(optim[0].partitions) else 0
+        if not count or len(optim) % count:
+            msg = f"{optim[0].source.where}: expert group {group} is cut over {count} of {len(optim)} ranks"
+            raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
+        if number > 1 and listed is None:
+            msg = f"{optim[0].source.where}: two expert groups, and nothing lists which parameters each has"
+            raise UnsupportedError(msg, hint="--weights module writes the 16-bit weights")
+        ranks = len(optim) // count
+        for rank in range(ranks):
+            own = list(optim[rank::ranks])
+            if listed is not None:
+                local = listed[group]
+                names = _global_names(local, rank)
+            else:
+                names = _names_in_files(weights, rank, ranks)
+                local = {name: weights[name].shape for name in names}
+            for name, master in flat_masters(group, local, own).items():
+                if name in names:
+                    found[names[name]] = master
+                else:
+                    _place_stack(found, name, master, _experts_of(part, name, master[0], rank), ranks)
+    return found
+
+
+def _place_stack(
+    found: dict[str, tuple[Shape, ShardTable]],
+    name: str,
+    master: tuple[Shape, ShardTable],
+    experts: Sequence[int],
+    ranks: int,
+) -> None:
+    """Put a rank's stack of local experts at its rows of the whole stack."""
+    shape, rows = master
+    rest = (0,) * (len(shape) - 1)
+    before = found[name][1] if name in found else ShardTable.of([], len(shape))
+    parts = [moved(rows_of(rows, k, k + 1, MASTER.itemsize), (expert, *rest)) for k, expert in enumerate(experts)]
+    found[name] = (shape[0] * ranks, *shape[1:]), stacked([before, *parts], len(shape))
+
+
+def _experts_of(part: LocalModel, name: str, shape: Shape, rank: int) -> Sequence[int]:
+    """Which experts an expert-parallel rank holds: what AutoEP wrote, else the next ones in order."""
+    layers = part.states.state.get("ds_autoep_layers") if part.states else None
+    for layer in layers if isinstance(layers, list) else ():
+        if not isinstance(layer, dict) or not name.startswith(f"{layer.get('expert_key_prefix')}."):
+            continue
+        placement = layer.get("expert_placement")
+        entries = placement.get("ranks") if isinstance(placement, dict) else None
+        for entry in entries if isinstance(entries, list) else ():
+            experts = entry.get("experts") if isinstance(entry, dict) and entry.get("rank") == rank else None
+            if isinstance(experts, list) and len(experts) == shape[0] and all(type(n) is int for n in experts):
+                return experts
+    return range(rank * shape[0], (rank + 1) * shape[0])
+
+
+def _global_names(local: Mapping[str, Shape], rank: int) -> dict[str, str]:
+    """Local -> global names of deepspeed.moe; names of stacks (AutoEP) are left out."""
+    every: dict[str, set[int]] = {}
+    for name in local:
+        if match := _LOCAL.fullmatch(name):
+            every.setdefault(match[1], set()).add(int(match[2]))
+    names = {}
+    for name in local:
+        if match := _LOCAL.fullmatch(name):
+            number = rank * len(every[match[1]]) + int(match[2])
+            names[name] = f"{match[1]}{number}{match[3]}"
+    return names
+
+
+def _names_in_files(weights: Mapping[str, TensorRef], rank: int, ranks: int) -> dict[str, str]:
+    """Global names of the experts of a rank, in the order of the optimizer."""
+    layers: dict[str, dict[int, list[str]]] = {}
+    for name in weights:
+        match = _LOCAL.fullmatch(name)
+        if match is None:
+            msg = f"{name} is no parameter of deepspeed.moe"
+            raise UnsupportedError(msg, hint="--weights module writes the 16-bit weights")
+        layers.setdefault(match[1], {}).setdefault(int(match[2]), []).append(name)
+    names = []
+    for experts in layers.values():
+        share = len(experts) // ranks
+        for expert in sorted(experts)[rank * share : (rank + 1) * share]:
+            names += experts[expert]
+    return {name: name for name in names}
+
+
+def fuse_autoep(model: LocalModel, files: DeepSpeedFiles) -> None:
+    """Give layers that AutoEP took apart the names of the Hugging Face module again.
+
+    experts.w1, w3 [E, I, H] -> experts.gate_up_proj [E, 2 I, H]; experts.w2 -> experts.down_proj;
+    router.gate.weight -> gate.weight.
+    """
+    described = model.states.state.get("ds_autoep_layers") if model.states else None
+    if not isinstance(described, list):
+        return
+    for layer in described:
+        if isinstance(layer, dict) and isinstance(layer.get("module_path"), str):
+            _fuse_layer(model, layer["module_path"], files)
+
+
+def _fuse_layer(model: LocalModel, path: str, files: DeepSpeedFiles) -> None:
+    prefix = f"{path}.experts."
+    for place in (model.tensors, model.twins):
+        if all(prefix + part in place for part in ("w1", "w2", "w3")):
+            w1, w2, w3 = (place.pop(prefix + part) for part in ("w1", "w2", "w3"))
+            if w1.shape != w3.shape or len(w1.shape) != 3:
+                msg = f"{files.tree.label}: {prefix}w1 is {list(w1.shape)}, w3 {list(w3.shape)}"
+                raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
+            rows = stacked([w1.shards, moved(w3.shards, (0, w1.shape[1], 0))], 3)
+            name, shape = prefix + "gate_up_proj", (w1.shape[0], 2 * w1.shape[1], w1.shape[2])
+            place[name] = TensorRef(name, w1.dtype, shape, rows, stored=w1.stored)
+            name = prefix + "down_proj"
+            place[name] = TensorRef(name, w2.dtype, w2.shape, w2.shards, stored=w2.stored)
+        router = f"{path}.router.gate.weight"
+        if router in place:
+            place.pop(f"{path}.gate.gate.weight", None)  # the same module, where transformers' code looks for it
+            place[f"{path}.gate.weight"] = place.pop(router)
+
+
+def _stack_files(weights: dict[str, TensorRef]) -> None:
+    """`experts.w1.0`, `experts.w1.1` ... of AutoEP become one tensor with an expert dim."""
+    stacks: dict[str, dict[int, str]] = {}
+    for name in weights:
+        if match := _STACK.fullmatch(name):
+            stacks.setdefault(match[1], {})[int(match[2])] = name
+    for name, experts in stacks.items():
+        refs = [weights.pop(experts[k]) for k in sorted(experts)]
+        first = refs[0]
+        if sorted(experts) != list(range(len(refs))) or any(ref.shape != first.shape for ref in refs):
+            msg = f"the experts of {name} are {sorted(experts)[:16]}, of {len({ref.shape for ref in refs})} shapes"
+            raise IncompleteShardsError(msg, hint=_COPY)
+        rows = stacked([_with_lead(ref.shards, k) for k, ref in enumerate(refs)], len(first.shape) + 1)
+        weights[name] = TensorRef(name, first.dtype, (len(refs), *first.shape), rows)
+
+
+def _with_lead(table: ShardTable, index: int) -> ShardTable:
+    """The same shards one dim deeper, at `index` of the new leading dim."""
+    lead = np.full((len(table), 1), index, dtype=np.int64)
+    return ShardTable(np.hstack([lead, table.start]), np.hstack([lead + 1, table.stop]), table.file, table.offset)

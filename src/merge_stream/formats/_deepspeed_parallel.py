@@ -1,0 +1,111 @@
+"""From the parts of all model-parallel ranks to one model: tensor parallelism, pipeline stages, experts.
+
+MM of `mp_rank_MM` is pp_stage * tp_degree + tp_rank (verified by the names in `param_shapes`; DeepSpeed 0.14.4 to
+0.19.8). A pipeline keeps its 16-bit weights in layer files and names masters `<layer>.<name>`; a tied layer stands
+in every stage that uses it, as `tied_modules.<key>.<name>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError
+from merge_stream.formats._catalog import FileTable, listed
+from merge_stream.formats._deepspeed_experts import add_experts
+from merge_stream.formats._deepspeed_files import DeepSpeedFiles
+from merge_stream.formats._deepspeed_local import LocalModel
+from merge_stream.formats._deepspeed_pipeline import add_layers
+from merge_stream.formats._deepspeed_tensor_parallel import TensorParallelRules
+from merge_stream.options import OpenOptions
+from merge_stream.tensors.ref import TensorRef
+
+__all__ = ["degrees", "join_local_models"]
+
+
+def join_local_models(
+    models: Mapping[int, LocalModel], files: DeepSpeedFiles, table: FileTable, options: OpenOptions
+) -> LocalModel:
+    """One model of the parts of all model-parallel ranks."""
+    pipeline, tensor = degrees(models, files)
+    metadata = sum(model.metadata_nbytes for model in models.values())
+    stages: list[LocalModel] = []
+    for stage in range(pipeline):
+        parts = [models[stage * tensor + rank] for rank in range(tensor)]
+        if files.layers:
+            metadata += add_layers(parts, stage, pipeline, files, table, options)
+        stages.append(_join_ranks(parts, files))
+    whole = stages[0] if pipeline == 1 else _join_stages(stages, files)
+    if tensor > 1:
+        whole.facts["tensor-parallel ranks"] = tensor
+    if pipeline > 1:
+        whole.facts["pipeline stages"] = pipeline
+    if files.experts:
+        metadata += add_experts(whole, models, files, table, options)
+    whole.metadata_nbytes = metadata
+    return whole
+
+
+def degrees(models: Mapping[int, LocalModel], files: DeepSpeedFiles) -> tuple[int, int]:
+    """(pipeline stages, tensor-parallel ranks); IncompleteShardsError when ranks are missing."""
+    states = models[0].states
+    stated = states.state.get("checkpoint_parallel_dimensions") if states else None
+    pipeline, tensor = (stated.get("pp_degree"), stated.get("tp_degree")) if isinstance(stated, dict) else (None, None)
+    if type(pipeline) is not int or type(tensor) is not int or pipeline < 1 or tensor < 1:
+        tensor = max((model for _, model in files.layers), default=0) + 1 if files.layers else len(models)
+        if len(models) % tensor:
+            msg = f"{files.tree.label}: {len(models)} model-parallel ranks are no multiple of {tensor}"
+            raise IncompleteShardsError(msg, hint="copy all mp_rank_* files here")
+        pipeline = len(models) // tensor
+    if pipeline * tensor != len(models):
+        msg = (
+            f"{files.tree.label} has model states of {len(models)} model-parallel ranks, but the run had "
+            f"{pipeline} x {tensor} (pipeline x tensor)"
+        )
+        raise IncompleteShardsError(msg, hint="copy all mp_rank_* files here")
+    return pipeline, tensor
+
+
+def _join_ranks(parts: Sequence[LocalModel], files: DeepSpeedFiles) -> LocalModel:
+    """One stage, from its tensor-parallel ranks."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for rank, part in enumerate(parts):
+        other = set(part.tensors) ^ set(first.tensors)
+        if other:
+            names = listed(sorted(other), most=3)
+            msg = f"{files.tree.label}: rank 0 and rank {rank} of tensor parallelism differ in {names}"
+            raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
+    states = first.states
+    rules = TensorParallelRules(states.state if states else {}, len(parts), files.tree.label)
+    joined = LocalModel(frozen=first.frozen, states=states, facts=first.facts, ignored=first.ignored, notes=first.notes)
+    for name in first.tensors:
+        joined.tensors[name] = rules.join(name, [part.tensors[name] for part in parts])
+        if all(name in part.twins for part in parts):
+            joined.twins[name] = rules.join(name, [part.twins[name] for part in parts])
+    return joined
+
+
+def _join_stages(stages: Sequence[LocalModel], files: DeepSpeedFiles) -> LocalModel:
+    """All stages; what stands in several (tied layers) must have one shape, and the first one counts."""
+    whole = stages[0]
+    owner: dict[str, TensorRef] = dict(whole.tensors)
+    for stage, model in enumerate(stages[1:], 1):
+        for name, tensor in model.tensors.items():
+            known = owner.setdefault(name, tensor)
+            if known is tensor:
+                whole.tensors[name] = tensor
+                if name in model.twins:
+                    whole.twins[name] = model.twins[name]
+            elif known.shape != tensor.shape or known.dtype != tensor.dtype:
+                msg = (
+                    f"{files.tree.label}: {name} is {known.dtype} {list(known.shape)} in an earlier pipeline stage, "
+                    f"{tensor.dtype} {list(tensor.shape)} in stage {stage}"
+                )
+                raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
+            else:
+                copies = tensor.shards
+                whole.tensors[name] = TensorRef(name, known.dtype, known.shape, known.shards, copies, known.stored)
+        whole.frozen |= model.frozen
+        whole.notes += [note for note in model.notes if note not in whole.notes]
+    return whole

@@ -1,0 +1,124 @@
+"""Flat ranges of tensors as shard tables: ZeRO partitions, vectorised.
+
+A partition of a flattened tensor holds the elements [lo, hi) in row-major order. Such a range is
+at most 2n-1 boxes, each contiguous in the tensor (`boxes_of_range` says the same for one range);
+here all ranges of a tensor are cut at once, since 512 ranks times 1000 tensors is too many for
+Python objects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from merge_stream.tensors.ref import ShardTable
+
+__all__ = ["Ranges", "moved", "rows_of", "stacked", "table_of_ranges"]
+
+Ints = np.ndarray
+
+
+class Ranges:
+    """Parallel columns: elements [lo, hi) of a tensor lie in `file` from byte `offset`."""
+
+    __slots__ = ("file", "hi", "lo", "offset")
+
+    def __init__(
+        self,
+        lo: Sequence[int] | Ints,
+        hi: Sequence[int] | Ints,
+        file: Sequence[int] | Ints,
+        offset: Sequence[int] | Ints,
+    ) -> None:
+        self.lo, self.hi, self.offset = (np.asarray(column, dtype=np.int64) for column in (lo, hi, offset))
+        self.file = np.asarray(file, dtype=np.int32)
+
+
+def table_of_ranges(shape: tuple[int, ...], ranges: Ranges, itemsize: int) -> ShardTable:
+    """The shard table of a tensor that is stored in flat ranges; empty ranges give no row."""
+    kept = np.flatnonzero(ranges.hi > ranges.lo)
+    parts: list[tuple[Ints, ...]] = []
+    none = np.zeros((len(kept), 0), dtype=np.int64)
+    _cut(shape, ranges.lo[kept], ranges.hi[kept], none, np.zeros(len(kept), dtype=np.int64), kept, parts)
+    if not parts:
+        return ShardTable.of([], len(shape))
+    start, stop, skipped, row = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.lexsort((skipped, row))
+    row = row[order]
+    return ShardTable(start[order], stop[order], ranges.file[row], ranges.offset[row] + skipped[order] * itemsize)
+
+
+def _cut(  # noqa: PLR0917 - parallel columns
+    shape: tuple[int, ...], lo: Ints, hi: Ints, lead: Ints, skipped: Ints, row: Ints, parts: list[tuple[Ints, ...]]
+) -> None:
+    """Cut ranges [lo, hi) of `shape` below the index `lead`; `skipped` elements of the range came before."""
+    if not len(lo):
+        return
+    if len(shape) < 2:
+        column = (slice(None), None)
+        start = np.hstack([lead, lo[column]]) if shape else lead
+        stop = np.hstack([lead + 1, hi[column]]) if shape else lead + 1
+        parts.append((start, stop, skipped, row))
+        return
+    inner = math.prod(shape[1:])
+    first, last = lo // inner, (hi - 1) // inner
+    base = first * inner
+    one = first == last
+    heads = ~one & (lo > base)
+    for chosen, stops in ((one, hi - base), (heads, np.full_like(hi, inner))):
+        _cut(
+            shape[1:], (lo - base)[chosen], stops[chosen], np.hstack([lead, first[:, None]])[chosen], skipped[chosen],
+            row[chosen], parts,
+        )  # fmt: skip
+    first = first + heads
+    whole = hi // inner
+    bodies = ~one & (whole > first)
+    tail_shape = np.broadcast_to(np.array(shape[1:], dtype=np.int64), (len(lo), len(shape) - 1))
+    parts.append(
+        (
+            np.hstack([lead, first[:, None], np.zeros_like(tail_shape)])[bodies],
+            np.hstack([lead + 1, whole[:, None], tail_shape])[bodies],
+            (skipped + first * inner - lo)[bodies],
+            row[bodies],
+        )
+    )
+    tails = ~one & (hi > whole * inner)
+    _cut(
+        shape[1:], np.zeros_like(lo)[tails], (hi - whole * inner)[tails], np.hstack([lead, whole[:, None]])[tails],
+        (skipped + whole * inner - lo)[tails], row[tails], parts,
+    )  # fmt: skip
+
+
+def moved(table: ShardTable, by: Sequence[int]) -> ShardTable:
+    """The same shards, `by` further along each dim."""
+    shift = np.array(by, dtype=np.int64)
+    return ShardTable(table.start + shift, table.stop + shift, table.file, table.offset)
+
+
+def rows_of(table: ShardTable, start: int, stop: int, itemsize: int) -> ShardTable:
+    """What the table holds of rows [start, stop) of the leading dim, which becomes rows [0, stop - start).
+
+    Rows are the outermost dim of every shard, so a part of them is contiguous again.
+    """
+    low = np.maximum(table.start[:, 0], start)
+    high = np.minimum(table.stop[:, 0], stop)
+    met = low < high
+    inner = np.prod(table.stop[met, 1:] - table.start[met, 1:], axis=1, dtype=np.int64)
+    skipped = (low[met] - table.start[met, 0]) * inner * itemsize
+    begin, end = table.start[met].copy(), table.stop[met].copy()
+    begin[:, 0], end[:, 0] = low[met] - start, high[met] - start
+    return ShardTable(begin, end, table.file[met], table.offset[met] + skipped)
+
+
+def stacked(tables: Sequence[ShardTable], ndim: int) -> ShardTable:
+    """All rows of the tables."""
+    if not tables:
+        return ShardTable.of([], ndim)
+    return ShardTable(
+        np.concatenate([table.start for table in tables]),
+        np.concatenate([table.stop for table in tables]),
+        np.concatenate([table.file for table in tables]),
+        np.concatenate([table.offset for table in tables]),
+    )
