@@ -26,6 +26,7 @@ from merge_stream.planning.planner import Resolved
 from merge_stream.planning.resolve import resolve
 from merge_stream.tensors.parameter import Mapping, identity
 from merge_stream.tensors.ref import Catalog
+from merge_stream.units import counted
 
 __all__ = ["Named", "name_parameters"]
 
@@ -60,7 +61,7 @@ def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora
     if lora.mode is None and layout == "as-is":
         return _plain(catalog, model, layout)
     parts = unwrap(catalog)
-    settings = read_settings(catalog.beside, lora.alpha)
+    settings = read_settings(catalog.beside, lora.alpha, scale_needed=lora.mode != "keep")
     if settings is None:
         msg = f"the checkpoint holds {len(parts.modules)} LoRA modules, and lora_alpha is nowhere beside them"
         raise CheckpointError(
@@ -77,7 +78,7 @@ def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora
         _check_start(catalog, settings)
     mapping = map_names(base, model, layout)
     parameters = {p.name: Resolved(p, resolve(base, p, folds)) for p in mapping.parameters}
-    note = f"LoRA ({len(parts.modules)} modules, alpha {settings.alpha:g} from {settings.origin}) is "
+    note = f"LoRA ({counted(len(parts.modules), 'module')}, {_alpha(settings)}) is "
     words = {"merge": "folded into the weights", "keep": "kept as OUT/lora_adapter", "both": "folded, and kept too"}
     notes, products = (note + words[mode],), tuple(folds.values())
     if mode == "merge":
@@ -85,6 +86,12 @@ def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora
     layers = [name.rpartition(".")[0] for name in base.tensors]
     config = adapter_config(settings, [t.adapted for t in targets], parts.saved, layers)
     return Named(mapping, parameters, _adapter(parts, catalog), config, notes, products)
+
+
+def _alpha(settings: LoraSettings) -> str:
+    if settings.alpha:
+        return f"alpha {settings.alpha:g} from {settings.origin}"
+    return "alpha unknown: write it into lora_adapter/adapter_config.json, where it is null, before the adapter is loaded"
 
 
 def _plain(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Named:
@@ -110,7 +117,7 @@ def _adapter_alone(parts: Unwrapped, settings: LoraSettings, mode: str, catalog:
         if ".lora_" not in name and ".modules_to_save." not in name and ".original_module." not in name
         for p in (identity(PREFIX + name.removeprefix(PREFIX), tensor.shape, tensor.name),)
     )
-    note = "the checkpoint holds only LoRA tensors: OUT is nothing but the adapter"
+    note = f"the checkpoint holds only LoRA tensors ({_alpha(settings)}): OUT is nothing but the adapter"
     adapted = [Adapted(m, m.a.shape[0], None) for m in parts.modules]
     if settings.config is None and len({m.module for m in parts.modules}) < len(parts.modules):
         msg = "the adapter has factors of expert parameters, and adapter_config.json is not beside them"
