@@ -84,6 +84,15 @@ opening = _all(
         is_flag=True,
         help="Tensor parallelism split first (FSDP2+TP saved by torch 2.3, which did not record it).",
     ),
+    click.option(
+        "--tag", type=WORDS, metavar="TAG", help="Which save of a DeepSpeed run; default: what its file latest says."
+    ),
+    click.option(
+        "--weights",
+        type=click.Choice(["master", "module"]),
+        help="The optimizer's fp32 masters, or the weights as trained. Default: masters, where they are saved.",
+    ),
+    click.option("--exclude-frozen", is_flag=True, help="Leave out parameters that were not trained (DeepSpeed)."),
 )
 
 memory = _all(
@@ -188,7 +197,15 @@ def verl(*shown: str) -> Callable[[F], F]:
 def open_options(given: Mapping[str, Any]) -> OpenOptions:
     """How to read the checkpoint."""
     names = tuple(n.strip() for n in (given["mesh_dim_names"] or "").split(",") if n.strip())
-    return OpenOptions(given["format_name"], names, given["root"], given["tp_first"])
+    return OpenOptions(
+        given["format_name"],
+        names,
+        given["root"],
+        given["tp_first"],
+        given["tag"],
+        given["weights"],
+        given["exclude_frozen"],
+    )
 
 
 def memory_bound(given: Mapping[str, Any]) -> int:

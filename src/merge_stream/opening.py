@@ -44,6 +44,7 @@ def open_checkpoint(paths: Sequence[str | os.PathLike[str]], options: OpenOption
     options = options or OpenOptions()
     given, tree = _tree_of(paths)
     found = find_checkpoint(tree, options.format)
+    _require_meaning(found, options)
     catalog = found.format.open(found.tree, options)
     notes = catalog.notes
     if found.folder:
@@ -64,6 +65,15 @@ def open_checkpoint(paths: Sequence[str | os.PathLike[str]], options: OpenOption
 
 def _integrity(tree: LocalTree) -> tuple[ChecksumReader, ...]:
     return (IntegrityFile(tree),) if INTEGRITY_FILE in tree.files else ()
+
+
+def _require_meaning(found: Found, options: OpenOptions) -> None:
+    """UsageError for an option that means nothing for this format."""
+    known: frozenset[str] = getattr(found.format, "own_options", frozenset())
+    for name in ("tag", "weights", "exclude_frozen"):
+        if getattr(options, name) and name not in known:
+            msg = f"--{name.replace('_', '-')} means nothing for a {found.format.name} checkpoint ({found.tree.label})"
+            raise UsageError(msg, hint="leave the option out")
 
 
 def find_checkpoint(tree: LocalTree, format_name: str | None = None) -> Found:
@@ -148,10 +158,7 @@ def _config_dirs(tree: LocalTree) -> Iterator[str]:
             yield os.path.dirname(tree.files[name].path)
 
 
-_LATER = (
-    (re.compile(r".*(zero_pp_rank_.*|_optim_states\.pt|mp_rank_\d+_model_states\.pt)"), "DeepSpeed"),
-    (re.compile(r".*(model_optim_rng\.pt|latest_checkpointed_iteration\.txt|/common\.pt)"), "Megatron"),
-)
+_LATER = ((re.compile(r".*(model_optim_rng\.pt|latest_checkpointed_iteration\.txt|/common\.pt)"), "Megatron"),)
 
 
 def _refuse_later_formats(tree: LocalTree) -> None:
@@ -160,7 +167,7 @@ def _refuse_later_formats(tree: LocalTree) -> None:
         name = next((n for n in tree.files if n.count("/") <= _DEPTH and pattern.fullmatch(n)), None)
         if name is not None:
             msg = f"{tree.label} is a {trainer} checkpoint (it holds {name}), which this version does not merge"
-            raise UnsupportedError(msg, hint="this version merges the PyTorch family: FSDP, TP and EP meshes, DCP")
+            raise UnsupportedError(msg, hint="this version merges FSDP, TP and EP meshes, DCP and DeepSpeed")
 
 
 def _unknown(tree: LocalTree, format_name: str | None) -> UnknownFormatError:

@@ -31,7 +31,7 @@ class OpenOptions:
     root            key of the sub-tree of a nested state dict that is the model, or None
     tp_first        tensor parallelism split first where torch 2.3 did not record the order
     tag             which save of a DeepSpeed run, where `latest` does not tell
-    weights         "master": fp32 masters where the trainer keeps them; "module": the weights as trained
+    weights         "master": fp32 masters; "module": the weights as trained; None: masters, where there are any
     exclude_frozen  leave parameters out that were not trained
     """
 
@@ -40,7 +40,7 @@ class OpenOptions:
     root: str | None = None
     tp_first: bool = False
     tag: str | None = None
-    weights: WeightsName = "master"
+    weights: WeightsName | None = None
     exclude_frozen: bool = False
 
 

@@ -54,5 +54,5 @@ def explain_and_check(given: VerlOptions) -> list[str]:
         raise UsageError(msg)
     if given.backend == "megatron":
         msg = "--backend megatron: Megatron checkpoints are not supported in this version"
-        raise UnsupportedError(msg, hint="this version merges the PyTorch family: FSDP, TP and EP meshes, DCP")
+        raise UnsupportedError(msg, hint="this version merges FSDP, TP and EP meshes, DCP and DeepSpeed")
     return [f"--{name} has no effect: {why}" for name, why in _MEANINGLESS.items() if getattr(given, name)]

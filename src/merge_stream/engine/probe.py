@@ -17,6 +17,8 @@ from merge_stream.engine.compare import Difference, Pair, compare_pairs
 from merge_stream.engine.events import Observer, Phase
 from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.stored_checksums import ChecksumFindings, check_stored, ranges_read, refuse_broken
+from merge_stream.engine.twins import twin_samples
+from merge_stream.errors import CorruptCheckpointError
 from merge_stream.planning.plan import Assembly, ParameterPlan, ResolvedTake
 from merge_stream.storage.base import ByteSource
 from merge_stream.tensors.box import Box
@@ -79,6 +81,28 @@ class Prober:
         ]
         self.observer(Phase("comparing replicas", sum(p.wanted.nbytes for p in pairs)))
         return self._differences(pairs, first_only=False)
+
+    def check_twins(self) -> None:
+        """Raise unless masters round to their 16-bit twins, as far as samples tell.
+
+        CorruptCheckpointError names the first that does not.
+        """
+        pairs = list(twin_samples(self.catalog))
+        if not pairs:
+            return
+        self.observer(Phase("comparing masters with their 16-bit copies", sum(p.wanted.nbytes for p in pairs)))
+        different = self._differences(pairs, first_only=True)
+        if different:
+            names = list(dict.fromkeys(d.name for d in different))
+            msg = (
+                f"{len(names)} of {len(self.catalog.twins)} fp32 masters do not round to the 16-bit weights that the "
+                f"trainer saved with them; the first is {different[0]}"
+            )
+            hint = (
+                "files of two saves may be mixed, or a converter made them wrong; --weights module writes the 16-bit "
+                "weights as they are"
+            )
+            raise CorruptCheckpointError(msg, hint=hint)
 
     def _differences(self, pairs: Sequence[Pair], *, first_only: bool) -> list[Difference]:
         made: list[Assembler] = []

@@ -22,11 +22,12 @@ from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles
-from merge_stream.formats._deepspeed_local import MASTER, LocalModel, plain_ref, widened
+from merge_stream.formats._deepspeed_local import LocalModel, plain_ref, widened
 from merge_stream.formats._deepspeed_states import OptimStates, Shape, StatesFile, tensors_in
 from merge_stream.formats._flat_ranges import moved, rows_of, stacked
 from merge_stream.formats._zero_masters import flat_masters
 from merge_stream.options import OpenOptions
+from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.ref import ShardTable, TensorRef
 
 __all__ = ["add_experts", "fuse_autoep"]
@@ -55,8 +56,8 @@ def add_experts(
             if shape != ref.shape:
                 msg = f"{name} is {list(ref.shape)} in its expert file, {list(shape)} among the masters"
                 raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
-            model.tensors[name] = TensorRef(name, MASTER, shape, rows)
-            if ref.dtype != MASTER:
+            model.tensors[name] = TensorRef(name, F32, shape, rows)
+            if ref.dtype != F32:
                 model.twins[name] = ref
         else:
             keeps = options.weights == "module" or not parts[0].optim
@@ -151,7 +152,7 @@ def _place_stack(
     shape, rows = master
     rest = (0,) * (len(shape) - 1)
     before = found[name][1] if name in found else ShardTable.of([], len(shape))
-    parts = [moved(rows_of(rows, k, k + 1, MASTER.itemsize), (expert, *rest)) for k, expert in enumerate(experts)]
+    parts = [moved(rows_of(rows, k, k + 1, F32.itemsize), (expert, *rest)) for k, expert in enumerate(experts)]
     found[name] = (shape[0] * ranks, *shape[1:]), stacked([before, *parts], len(shape))
 
 

@@ -32,12 +32,11 @@ from merge_stream.formats._zero_masters import flat_masters, sliced_masters, sta
 from merge_stream.formats._zero_stage0 import unpartitioned_masters
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.box import Box
-from merge_stream.tensors.dtype import DTYPES, DType
+from merge_stream.tensors.dtype import F32, DType
 from merge_stream.tensors.ref import ShardTable, TensorRef
 
-__all__ = ["MASTER", "LocalModel", "Masters", "frozen_of", "plain_ref", "read_local_models", "widened"]
+__all__ = ["LocalModel", "Masters", "frozen_of", "plain_ref", "read_local_models", "widened"]
 
-MASTER = next(dtype for dtype in DTYPES if dtype.name == "F32")
 _MODULE = "--weights module writes the 16-bit weights of the model states alone"
 _COPY = "copy the missing files here; if they lie on other nodes, name each node's folder with --input"
 
@@ -113,11 +112,11 @@ def widened(tensor: TensorRef) -> TensorRef:
     """The same tensor as fp32 when it is of a narrower floating type."""
     if not _is_narrow(tensor.dtype):
         return tensor
-    return TensorRef(tensor.name, MASTER, tensor.shape, tensor.shards, tensor.replicas, tensor.dtype)
+    return TensorRef(tensor.name, F32, tensor.shape, tensor.shards, tensor.replicas, tensor.dtype)
 
 
 def _is_narrow(dtype: DType) -> bool:
-    return dtype.kind == "float" and dtype.itemsize < MASTER.itemsize
+    return dtype.kind == "float" and dtype.itemsize < F32.itemsize
 
 
 # ------------------------------------------------------------------------------------------- stage 0, 1, 2
@@ -152,13 +151,13 @@ def _module_first(
     trained = set(masters)
     for name, ref in refs.items():
         if name in masters:
-            model.tensors[name] = TensorRef(name, MASTER, *masters.pop(name))
+            model.tensors[name] = TensorRef(name, F32, *masters.pop(name))
             if _is_narrow(ref.dtype):
                 model.twins[name] = ref
         else:
             model.tensors[name] = widened(ref)
     for name, (shape, rows) in masters.items():
-        model.tensors[name] = TensorRef(name, MASTER, shape, rows)
+        model.tensors[name] = TensorRef(name, F32, shape, rows)
     model.frozen |= {name for name in refs if name not in trained and name not in states.buffers}
     return model
 
@@ -254,7 +253,7 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
     model.ignored["Python value"] += first.other
     masters = stage3_masters(first.groups, [optim[dp] for dp in sorted(optim)])
     for name, (shape, rows) in masters.items():
-        model.tensors[name] = TensorRef(name, MASTER, shape, rows)
+        model.tensors[name] = TensorRef(name, F32, shape, rows)
     for name, shape in first.frozen_shapes.items():
         model.tensors.setdefault(name, widened(frozen_of(name, shape, states)))
         model.frozen.add(name)

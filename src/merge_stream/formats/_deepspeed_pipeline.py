@@ -16,10 +16,11 @@ from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.errors import CorruptCheckpointError
 from merge_stream.formats._catalog import FileTable
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles
-from merge_stream.formats._deepspeed_local import MASTER, LocalModel, plain_ref, widened
+from merge_stream.formats._deepspeed_local import LocalModel, plain_ref, widened
 from merge_stream.formats._deepspeed_states import StatesFile, tensors_in
 from merge_stream.formats._zero_masters import sliced_masters
 from merge_stream.options import OpenOptions
+from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.ref import TensorRef
 
 __all__ = ["add_layers"]
@@ -55,7 +56,7 @@ def _add_sliced(part: LocalModel, weights: dict[str, TensorRef]) -> None:
     shapes = {name: ref.shape for name, ref in weights.items()}
     for group in range(max(len(rank.flats) for rank in part.optim)):
         for name, (shape, rows) in sliced_masters(group, _with_tied(shapes, part), part.optim).items():
-            part.tensors[name] = TensorRef(name, MASTER, shape, rows)
+            part.tensors[name] = TensorRef(name, F32, shape, rows)
 
 
 def _with_tied(shapes: dict[str, tuple[int, ...]], part: LocalModel) -> dict[str, tuple[int, ...]]:
@@ -87,7 +88,7 @@ def _lay_under(
             if listed != ref.shape:
                 msg = f"{name} is {list(ref.shape)} in its layer file, {list(listed)} in the optimizer's list"
                 raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
-            if ref.dtype != MASTER:
+            if ref.dtype != F32:
                 part.twins[name] = ref
         elif (first or only) and not masters:
             part.tensors[name] = ref if options.weights == "module" else widened(ref)

@@ -18,10 +18,11 @@ from merge_stream.containers.torch_tensor import plain_tensor
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles
-from merge_stream.formats._deepspeed_local import MASTER, LocalModel, frozen_of, plain_ref, widened
+from merge_stream.formats._deepspeed_local import LocalModel, frozen_of, plain_ref, widened
 from merge_stream.formats._deepspeed_states import ModelStates, Shape, StatesFile, read_model_states
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.box import Box
+from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.ref import ShardTable, TensorRef
 
 __all__ = ["read_universal"]
@@ -58,7 +59,7 @@ def _parameter(name: str, source: StatesFile, listed_shape: Shape | None) -> Ten
     root = source.file.root
     value = root.get("param") if isinstance(root, dict) else root
     tensor = plain_tensor(value, name, source.where)
-    if tensor is None or tensor.dtype != MASTER:
+    if tensor is None or tensor.dtype != F32:
         msg = f"{source.where} holds no fp32 tensor"
         raise CorruptCheckpointError(msg, hint="convert the checkpoint again with ds_to_universal")
     offset = source.at(tensor, name)
@@ -72,7 +73,7 @@ def _parameter(name: str, source: StatesFile, listed_shape: Shape | None) -> Ten
             raise CorruptCheckpointError(msg, hint="convert the checkpoint again with ds_to_universal")
         shape = listed_shape
     rows = ShardTable.of([(Box.whole(shape), source.index, offset)], len(shape))
-    return TensorRef(name, MASTER, shape, rows)
+    return TensorRef(name, F32, shape, rows)
 
 
 def _require_all(model: LocalModel, shapes: dict[str, Shape], files: DeepSpeedFiles) -> None:
@@ -90,7 +91,7 @@ def _add_from_module(model: LocalModel, states: list[ModelStates], *, several: b
             ref = plain_ref(name, tensor, state.source)
             owner = state.shared.get(name)
             if name in model.tensors:
-                if model.tensors[name].shape == ref.shape and ref.dtype != MASTER and ref.dtype.kind == "float":
+                if model.tensors[name].shape == ref.shape and ref.dtype != F32 and ref.dtype.kind == "float":
                     model.twins[name] = ref
             elif owner in model.tensors:
                 model.tensors[name] = model.tensors[owner]

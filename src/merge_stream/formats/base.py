@@ -34,6 +34,9 @@ class CheckpointFormat(Protocol):
        It may raise when the folder is clearly meant but unusable (says what to do).
     2. `open(tree, options)` reads metadata only and returns the whole catalog, or raises
        CheckpointError. It runs no code from the checkpoint and reads no bulk bytes.
+
+    A format may have `own_options`: names of fields of OpenOptions that mean nothing elsewhere
+    and that it heeds ("tag", "weights", "exclude_frozen").
     """
 
     name: str

@@ -21,6 +21,7 @@ from merge_stream.formats._deepspeed_local import LocalModel, read_local_models
 from merge_stream.formats._deepspeed_parallel import join_local_models
 from merge_stream.formats._deepspeed_universal import read_universal
 from merge_stream.formats._roots import naming_of, select_model
+from merge_stream.formats._stored_checksums import ZipRecords
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
@@ -34,6 +35,7 @@ class DeepSpeed:
 
     name = "deepspeed"
     summary = "DeepSpeed: latest + TAG/*_model_states.pt, *_optim_states.pt (ZeRO 0-3, universal)"
+    own_options = frozenset({"tag", "weights", "exclude_frozen"})
 
     def detect(self, tree: ByteTree) -> Detection | None:
         """By the names of the state files, in the folder itself or in those of its tags."""
@@ -98,6 +100,7 @@ class DeepSpeed:
             naming=naming_of(tensors),
             config_dirs=(*config_dirs(tree), *config_dirs(files.tree)),
             metadata_nbytes=model.metadata_nbytes,
+            checksums=(ZipRecords(files.tree, tuple(file.name for file in table.files)),),
             twins=twins,
         )
 

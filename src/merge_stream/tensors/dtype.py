@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DTYPES", "DType", "dtype_named", "dtype_of_storage", "dtype_of_torch", "promoted"]
+__all__ = ["DTYPES", "F32", "DType", "dtype_named", "dtype_of_storage", "dtype_of_torch", "promoted"]
 
 Kind = Literal["float", "int", "bool", "quantized", "complex"]
 
@@ -80,6 +80,9 @@ DTYPES: tuple[DType, ...] = (
     DType("F8_E5M2FNUZ", "float8_e5m2fnuz", "", 1, "quantized"),
     DType("F8_E8M0", "float8_e8m0fnu", "", 1, "quantized"),
 )
+
+F32 = DTYPES[1]
+"""The type of master weights."""
 
 _BY_NAME = {d.name: d for d in DTYPES}
 _BY_TORCH = {d.torch_name: d for d in DTYPES} | {
