@@ -20,6 +20,7 @@ import click
 from merge_stream import cli_options as opt
 from merge_stream.cli_frame import exit_code_of, full_disk, running, show
 from merge_stream.errors import OutputExistsError, UsageError
+from merge_stream.units import counted
 
 if TYPE_CHECKING:
     from merge_stream.output.hub import Pushed, PushTarget
@@ -226,7 +227,7 @@ def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     """Do everything a merge does before its first byte; fails where the merge would fail."""
     sources = [*given["inputs"], *paths[:1]] if paths else list(given["inputs"])
     if not sources or len(paths) > 2:
-        msg = f"plan takes CKPT and, if it is to be checked too, OUT; got {len(paths)} paths"
+        msg = f"plan takes CKPT and, if it is to be checked too, OUT; got {counted(len(paths), 'path')}"
         raise UsageError(msg)
     options = opt.merge_options(given, default_dtype="keep")
     with running(given, options.max_mem) as (console, stop):

@@ -40,7 +40,7 @@ from merge_stream.planning.resolve import check_shards
 from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.parameter import Mapping
 from merge_stream.tensors.ref import Catalog
-from merge_stream.units import format_bytes
+from merge_stream.units import counted, format_bytes
 
 __all__ = ["Job", "card_facts", "check_disk", "make_plan", "memory_for"]
 
@@ -230,7 +230,10 @@ def _remarks(resolved: dict[str, Resolved], options: MergeOptions) -> list[str]:
 
 
 def _wide_remark(wide: frozenset[str], options: MergeOptions) -> list[str]:
-    return [f"{len(wide)} tensors keep their type under --dtype {options.dtype}: {min(wide)} ..."] if wide else []
+    if not wide:
+        return []
+    count = counted(len(wide), "tensor keeps its", "tensors keep their")
+    return [f"{count} type under --dtype {options.dtype}: {min(wide)}{' ...' if len(wide) > 1 else ''}"]
 
 
 def card_facts(job: Job) -> CardFacts | None:

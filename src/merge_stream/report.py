@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from merge_stream.units import format_bytes, format_duration
+from merge_stream.units import counted, format_bytes, format_duration
 
 __all__ = ["Report"]
 
@@ -59,13 +59,13 @@ class Report:
     def lines(self) -> list[str]:
         """The result for a person."""
         rate = (self.read_nbytes + self.written_nbytes) / self.seconds if self.seconds else 0.0
-        files = f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}"
+        files = counted(len(self.files), "file")
         before = f", {format_bytes(self.resumed_nbytes)} done before" if self.resumed_nbytes else ""
         ways = f" by {' and '.join(self.io)}" if self.io else ""
         peak, projected, allowed = (format_bytes(self.memory.get(k, 0)) for k in ("peak", "projected", "allowed"))
         text = [
             f"wrote {self.out}",
-            f"  {self.tensors} tensors in {files}, {format_bytes(self.output_nbytes)}, dtype {self.dtype}",
+            f"  {counted(self.tensors, 'tensor')} in {files}, {format_bytes(self.output_nbytes)}, dtype {self.dtype}",
             f"  from {self.format}, {self.architecture} names",
             (
                 f"  read {format_bytes(self.read_nbytes)}{ways}, wrote {format_bytes(self.written_nbytes)}{before} "
@@ -81,10 +81,10 @@ class Report:
             text.append("  ignored: " + ", ".join(f"{count} {kind}" for kind, count in self.ignored.items()))
         if self.overflows:
             worst = sorted(self.overflows.items(), key=lambda item: -item[1])[:3]
-            total = sum(self.overflows.values())
+            count = counted(sum(self.overflows.values()), "finite value")
             text.append(
-                f"  OVERFLOW: {total} finite values in {len(self.overflows)} tensors became infinite in {self.dtype}: "
-                + ", ".join(f"{name} ({count})" for name, count in worst)
+                f"  OVERFLOW: {count} in {counted(len(self.overflows), 'tensor')} became infinite "
+                f"in {self.dtype}: " + ", ".join(f"{name} ({n})" for name, n in worst)
             )
         return text
 

@@ -40,7 +40,7 @@ def test_case_119_overflow_in_fp16_is_counted(tmp_path: Path, capsys: pytest.Cap
     tensors["model.norm.weight"][0] = 7e4
     source = checkpoint(tmp_path / "ckpt", tensors, llama_config(torch_dtype="float32"))
     assert merge(source, tmp_path / "out", "--dtype", "fp16") == 0
-    assert "OVERFLOW: 1 finite values in 1 tensors became infinite" in capsys.readouterr().out
+    assert "OVERFLOW: 1 finite value in 1 tensor became infinite" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -56,7 +56,7 @@ def test_case_121_the_router_bias_stays_fp32(tmp_path: Path, capsys: pytest.Capt
         found = tensors_of(tmp_path / out)
         assert torch.equal(found[bias], tensors[bias])
         assert {n for n, t in found.items() if t.dtype == torch.float32} == {bias}
-        assert f"keep their type under --dtype {dtype}" in capsys.readouterr().out
+        assert f"keeps its type under --dtype {dtype}" in capsys.readouterr().out
 
 
 def test_case_121_integers_are_never_cast(tmp_path: Path) -> None:

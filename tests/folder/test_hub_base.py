@@ -170,5 +170,5 @@ def test_plan_asks_the_hub_too_and_writes_nothing(hub: Hub, tmp_path: Path, caps
     base(tmp_path, hub)
     source = checkpoint(tmp_path / "ckpt", llama(vocab=20_000))
     assert cli.run(["plan", str(source), str(tmp_path / "out"), "--base-model", "org/base", "--json"]) == 0
-    assert "names are those of org/base on the Hub (1 headers" in capsys.readouterr().out
+    assert "names are those of org/base on the Hub (1 header read" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()

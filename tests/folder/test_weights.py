@@ -181,7 +181,7 @@ def test_islands_of_the_base_stay_wide(tmp_path: Path, capsys: pytest.CaptureFix
     found = tensors_of(tmp_path / "out")
     assert {n for n, t in found.items() if t.dtype == torch.float32} == {"model.norm.weight"}
     assert torch.equal(found["model.norm.weight"], tensors["model.norm.weight"])
-    assert "1 tensors keep their type under --dtype bf16: model.norm.weight" in capsys.readouterr().out
+    assert "1 tensor keeps its type under --dtype bf16: model.norm.weight" in capsys.readouterr().out
     assert cli.run(["verify", str(tmp_path / "out"), "--against", str(source)]) == 0
 
 

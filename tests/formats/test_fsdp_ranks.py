@@ -290,7 +290,7 @@ class TestPlainTensors:
     def test_copies_that_differ_are_told(self, tmp_path: Path) -> None:
         catalog = opened(MEMBER, save_ranks(tmp_path, 2, lambda rank: {"model.mean": torch.full((3,), float(rank))}))
         assert torch.equal(whole(catalog, "model.mean"), torch.zeros(3))
-        assert any("model.mean" in note and "differ between ranks" in note for note in catalog.notes)
+        assert any("model.mean" in note and "values differ between ranks" in note for note in catalog.notes)
 
     def test_different_shapes_are_an_error(self, tmp_path: Path) -> None:
         save_ranks(tmp_path, 2, lambda rank: {"w": torch.ones(3 + rank)})

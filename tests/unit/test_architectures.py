@@ -384,7 +384,7 @@ class TestStructure:
             map_names(catalog(llama(2)), info(num_hidden_layers=3), "upstream")
 
     def test_layer_too_many_is_a_contradiction(self) -> None:
-        with pytest.raises(CheckpointError, match=r"says 1 layers, but the checkpoint holds model\.layers\.1"):
+        with pytest.raises(CheckpointError, match=r"says 1 layer, but the checkpoint holds model\.layers\.1"):
             map_names(catalog(llama(2)), info(num_hidden_layers=1), "upstream")
 
     def test_prediction_layers_may_follow(self) -> None:

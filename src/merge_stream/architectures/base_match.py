@@ -15,6 +15,7 @@ from merge_stream.architectures.base import BaseTensor, ModelInfo
 from merge_stream.architectures.families import EMBEDDINGS, HEADS, RECOMPUTED
 from merge_stream.architectures.structure import layer_of, text_value
 from merge_stream.architectures.ties import tied_by_config
+from merge_stream.units import counted
 
 __all__ = ["BaseMatch", "compare_with_base", "plain_weights"]
 
@@ -80,8 +81,8 @@ def compare_with_base(shapes: Mapping[str, Ints], model: ModelInfo) -> BaseMatch
     if prediction:
         missing -= prediction
         notes.append(
-            f"{len(prediction)} tensors of the base model's multi-token-prediction layers are not in the checkpoint "
-            f"(for example {min(prediction)}); the model is written without them"
+            f"the checkpoint lacks {counted(len(prediction), 'tensor')} of the base model's multi-token-prediction "
+            f"layers (for example {min(prediction)}); the model is written without them"
         )
     reshaped = []
     for name in sorted(set(base) & set(shapes)):

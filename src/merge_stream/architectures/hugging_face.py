@@ -39,6 +39,7 @@ from merge_stream.architectures.tables.base import Family
 from merge_stream.options import LayoutName
 from merge_stream.tensors.parameter import Parameter
 from merge_stream.tensors.ref import Catalog
+from merge_stream.units import counted
 
 __all__ = ["MEMBER", "HuggingFace"]
 
@@ -68,10 +69,12 @@ class HuggingFace:
         found = _by_base(kept, model) if base else _by_family(kept, model)
         notes = list(found.notes)
         if buffers:
-            notes.append(f"{len(buffers)} buffers that every loader computes again are left out ({min(buffers)})")
+            notes.append(
+                f"{counted(len(buffers), 'buffer')} left out that every loader computes again ({min(buffers)})"
+            )
         for reason in dict.fromkeys(found.converted.dropped.values()):
             names = [name for name, why in found.converted.dropped.items() if why == reason]
-            notes.append(f"{len(names)} tensors are left out ({names[0]}): {reason}")
+            notes.append(f"{counted(len(names), 'tensor is', 'tensors are')} left out ({names[0]}): {reason}")
         dropped = dict.fromkeys(buffers, "computed again by every loader") | dict(found.converted.dropped)
         return Named(found.how, found.converted.parameters, (), tuple(notes), dropped)
 
@@ -113,9 +116,9 @@ def _ways(shapes: Shapes, model: ModelInfo, family: Family | None) -> Iterator[t
 def _told(how: str, converted: Converted) -> str:
     count = len(converted.parameters)
     if how == "identity":
-        return f"all names are those of the base model ({count} tensors)"
+        return f"all names are those of the base model ({counted(count, 'tensor')})"
     by = "matched with the base model's" if how == "base-index" else f"mapped by the rules of {how} to the base model's"
-    return f"names {by} ({count} tensors)"
+    return f"names {by} ({counted(count, 'tensor')})"
 
 
 def _by_family(shapes: Shapes, model: ModelInfo) -> _Found:
@@ -147,7 +150,8 @@ def _by_table(shapes: Shapes, kind: str, family: Family) -> _Found:
         if not _strangers(converted.shapes, family):
             changed = [p for p in converted.parameters if any(take.source != p.name for take in p.takes)]
             how = family.name if changed else "identity"
-            told = (f"{len(changed)} names are mapped to those of the original repository ({family.name})",)
+            count = counted(len(changed), "name is", "names are")
+            told = (f"{count} mapped to those of the original repository ({family.name})",)
             return _Found(how, _from_origin(converted, origin), (*(told if changed else ()), *notes))
     converted = convert(family.rules, shapes)
     raise strangers_error(_strangers(converted.shapes, family), converted.shapes, kind)

@@ -10,6 +10,7 @@ from merge_stream.architectures.base_match import BaseMatch
 from merge_stream.architectures.families import AUDIO_AND_VISION, FUSED_EXPERTS, HEADS
 from merge_stream.architectures.structure import layer_of
 from merge_stream.errors import CheckpointError, IncompleteShardsError, UnsupportedError
+from merge_stream.units import counted
 
 __all__ = [
     "notes_without_config",
@@ -41,7 +42,9 @@ def refuse_lora(shapes: Mapping[str, Ints]) -> None:
     lora = [name for name in shapes if _LORA.fullmatch(name)]
     factors = [name for name in lora if "lora_" in name]
     if lora:
-        count = f"{len(factors)} LoRA tensors" if factors else f"{len(lora)} tensors inside a PEFT wrapper"
+        count = (
+            counted(len(factors), "LoRA tensor") if factors else f"{counted(len(lora), 'tensor')} inside a PEFT wrapper"
+        )
         msg = f"the checkpoint holds {count} (for example {(factors or lora)[0]})"
         raise UnsupportedError(msg, hint=f"this version does not fold LoRA into the weights; {_AS_IS}, unfolded")
 
@@ -80,7 +83,7 @@ def refuse_vision(shapes: Mapping[str, Ints], kind: str) -> None:
     """Refuse a text config beside vision or audio tensors."""
     vision = [name for name in shapes if AUDIO_AND_VISION.search(name)]
     if vision:
-        msg = f"{kind} is a text model, but the checkpoint holds {len(vision)} tensors such as {vision[0]}"
+        msg = f"{kind} is a text model, but the checkpoint holds {counted(len(vision), 'tensor')} such as {vision[0]}"
         raise UnsupportedError(msg, hint=f"the config may belong to another model; {_AS_IS}")
 
 

@@ -26,6 +26,7 @@ from merge_stream.architectures.families import (
     UNIFORM,
 )
 from merge_stream.errors import CheckpointError, IncompleteShardsError
+from merge_stream.units import counted
 
 __all__ = ["TEXT_NESTS", "check_structure", "layer_of", "text_configs", "text_value"]
 
@@ -124,7 +125,8 @@ def _check_layers(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
         raise IncompleteShardsError(msg, hint=_ALL_SHARDS + (f"; or {_NO_CONFIG}" if wanted is not None else ""))
     spare = text_value(config, "num_nextn_predict_layers", "num_mtp_layers") or 0
     if wanted is not None and max(there) >= wanted + spare:
-        msg = f"{_where(model)} says {wanted} layers, but the checkpoint holds {stem}{max(there)} ({len(there)} layers)"
+        held = f"{stem}{max(there)} ({counted(len(there), 'layer')})"
+        msg = f"{_where(model)} says {counted(wanted, 'layer')}, but the checkpoint holds {held}"
         raise CheckpointError(msg, hint=_OTHER_MODEL)
     if model.model_type in UNIFORM:
         _check_uniform(stem, there)

@@ -24,6 +24,7 @@ from merge_stream.options import LayoutName
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import Mapping, Parameter, Take, identity
 from merge_stream.tensors.ref import Catalog
+from merge_stream.units import counted
 
 __all__ = ["MEMBER", "Torchtitan"]
 
@@ -156,5 +157,5 @@ def _refuse(unknown: list[str]) -> None:
     elif any(name.endswith("wqkv.weight") for name in unknown):
         msg = f"torchtitan's fused query-key-value rows are not split by this version: {first}{more}"
     else:
-        msg = f"{len(unknown)} names have no place in a dense torchtitan model: {first}{more}"
+        msg = f"{counted(len(unknown), 'name has', 'names have')} no place in a dense torchtitan model: {first}{more}"
     raise UnsupportedError(msg, hint=_AS_IS)

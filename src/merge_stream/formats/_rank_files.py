@@ -19,6 +19,7 @@ from typing import Any
 
 from merge_stream.errors import AmbiguousCheckpointError, CorruptCheckpointError, IncompleteShardsError
 from merge_stream.storage.base import ByteTree
+from merge_stream.units import counted
 
 __all__ = ["RankSet", "choose_rank_set", "ranks_text", "recognise"]
 
@@ -48,9 +49,9 @@ def recognise(names: Iterable[str]) -> str:
             verl[int(match[1])] = verl.get(int(match[1]), 0) + 1
         elif _ACCELERATE.fullmatch(name):
             other += 1
-    texts = [f"{count} files model_world_size_{size}_rank_*.pt" for size, count in sorted(verl.items())]
+    texts = [f"{counted(count, 'file')} model_world_size_{size}_rank_*.pt" for size, count in sorted(verl.items())]
     if other:
-        texts.append(f"{other} files pytorch_model_fsdp*_rank*.bin")
+        texts.append(f"{counted(other, 'file')} pytorch_model_fsdp*_rank*.bin")
     return " and ".join(texts)
 
 
@@ -126,7 +127,7 @@ def _verl_set(tree: ByteTree, sets: Mapping[int, Mapping[int, str]]) -> RankSet:
     others = {size: names for size, names in sets.items() if size != chosen}
     reason = f"{_CONFIG} says {chosen}" if stated else f"only world size {chosen} is complete"
     notes = tuple(
-        f"{len(names)} files of world size {size} in the same folder were left out: {reason}"
+        f"{counted(len(names), 'file')} of world size {size} in the same folder left out: {reason}"
         for size, names in sorted(others.items())
     )
     version = config.get("FSDP_version")

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from merge_stream.errors import AmbiguousCheckpointError, CorruptCheckpointError, UnsupportedError, UsageError
 from merge_stream.formats._catalog import listed
 from merge_stream.formats._names import noise_kind
+from merge_stream.units import counted
 
 __all__ = ["Selection", "naming_of", "refuse_flat_parameters", "select_model"]
 
@@ -142,7 +143,8 @@ def _below(paths: Mapping[str, Path], root: str, where: str) -> Selection:
     notes: tuple[str, ...] = ()
     if outside:
         ignored["entries outside the root"] = len(outside)
-        notes = (f"{len(outside)} entries outside the root {keys!r} were left out: {listed(outside, most=3)}",)
+        count = counted(len(outside), "entry", "entries")
+        notes = (f"{count} outside the root {keys!r} left out: {listed(outside, most=3)}",)
     return Selection(keys, _unique(names, where), ignored, notes)
 
 

@@ -48,6 +48,7 @@ from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
+from merge_stream.units import counted
 
 __all__ = ["MEMBER", "Dcp"]
 
@@ -71,10 +72,10 @@ class Dcp:
         files = metadata_files(tree)
         count = _shard_count(tree)
         if not files:
-            return Detection(f"{count} files *.distcp without .metadata", rank=60) if count else None
+            return Detection(f"{counted(count, 'file')} *.distcp without .metadata", rank=60) if count else None
         if not count and tree.read(files[0], 0, min(1, tree.files[files[0]].nbytes)) != b"\x80":
             return None  # a file of another program (Flutter keeps a text `.metadata`)
-        evidence = f"{listed(files, most=2)} and {count} files *.distcp"
+        evidence = f"{listed(files, most=2)} and {counted(count, 'file')} *.distcp"
         if _is_megatron_folder(tree):
             return Detection(f"{evidence}, of Megatron", rank=10)
         if sum(tree.files[name].nbytes for name in files) > _DETECT_LIMIT:
@@ -116,7 +117,9 @@ class Dcp:
             tensors=tensors,
             files=table.files,
             facts={
-                "metadata": f"{len(metadata_files(tree))} files, version {meta.version or 'none (torch before 2.9)'}",
+                "metadata": (
+                    f"{counted(len(metadata_files(tree)), 'file')}, version {meta.version or 'none (torch before 2.9)'}"
+                ),
                 "container": selection.root or "none",
                 "chunks": chunks.count,
             },

@@ -37,6 +37,7 @@ from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
+from merge_stream.units import counted
 
 __all__ = ["MEMBER", "DcpSafetensors"]
 
@@ -70,7 +71,9 @@ class DcpSafetensors:
         if not found:
             return None
         ranks = len({match[1] for match in found})
-        return Detection(f"{len(found)} files shard-*-model-*-of-*.safetensors of {ranks} ranks", rank=55)
+        return Detection(
+            f"{counted(len(found), 'file')} shard-*-model-*-of-*.safetensors of {counted(ranks, 'rank')}", rank=55
+        )
 
     def open(self, tree: ByteTree, options: OpenOptions) -> Catalog:  # noqa: ARG002  (nothing to override here)
         """Every tensor, with its size found from the shards."""
@@ -104,7 +107,9 @@ class DcpSafetensors:
             files=table.files,
             facts={"ranks": len(ranks), "files": len(names)},
             ignored=ignored,
-            notes=(f"the shards carry no global shapes: sizes are what the {len(ranks)} ranks found add up to",),
+            notes=(
+                f"the shards carry no global shapes: sizes are what the {counted(len(ranks), 'rank')} found add up to",
+            ),
             config_dirs=config_dirs(tree),
             metadata_nbytes=sum(header.data_start for header in headers.values()),
         )

@@ -46,6 +46,7 @@ from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
+from merge_stream.units import counted
 
 __all__ = ["MEMBER", "FsdpRanks"]
 
@@ -229,13 +230,13 @@ class _Assembler:
         notes = []
         if self._joined:
             notes.append(
-                f"{len(self._joined)} tensors are expert-parallel slices of separate meshes, joined on dim 0 in the "
-                f"order of their ranks: {listed(self._joined, most=3)}"
+                f"{counted(len(self._joined), 'tensor')} joined from expert-parallel slices of separate meshes, on dim "
+                f"0 in the order of their ranks: {listed(self._joined, most=3)}"
             )
         if self._drifted:
             notes.append(
-                f"{len(self._drifted)} tensors that every rank holds whole differ between ranks; the lowest rank's "
-                f"copy is used: {listed(self._drifted, most=3)}"
+                f"{counted(len(self._drifted), 'tensor')} that every rank holds whole: values differ between ranks, "
+                f"the lowest rank's copy is used: {listed(self._drifted, most=3)}"
             )
         return tuple(notes)
 

@@ -17,6 +17,7 @@ from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
+from merge_stream.units import counted
 
 __all__ = ["MEMBER", "HuggingFace"]
 
@@ -34,7 +35,9 @@ class HuggingFace:
             return None
         count = sum(len(group) for entry in sets.values() for group in entry.groups())
         indexes = [entry.index for entry in sets.values() if entry.index]
-        return Detection(f"{count} files model*.safetensors" + "".join(f", {name}" for name in indexes), rank=20)
+        return Detection(
+            f"{counted(count, 'file')} model*.safetensors" + "".join(f", {name}" for name in indexes), rank=20
+        )
 
     def open(self, tree: ByteTree, options: OpenOptions) -> Catalog:  # noqa: ARG002  (nothing to override here)
         """Every tensor of the model, after index and headers were compared."""

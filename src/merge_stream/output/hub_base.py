@@ -24,6 +24,7 @@ from merge_stream.output.hub import client, speaking_clearly
 from merge_stream.output.index import INDEX_NAME
 from merge_stream.output.side_files import LARGEST, is_side_file
 from merge_stream.tensors.dtype import dtype_named
+from merge_stream.units import counted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -61,7 +62,7 @@ def fetch_base(name: str) -> HubBase:
         info = api.model_info(repo, revision=revision or None, files_metadata=True)
         there = {s.rfilename: s.size or 0 for s in info.siblings or ()}
         if "config.json" not in there:
-            msg = f"{repo} on the Hub has no config.json (it holds {len(there)} files)"
+            msg = f"{repo} on the Hub has no config.json (it holds {counted(len(there), 'file')})"
             raise CheckpointError(msg, hint="name the repository of the model itself")
         small = [n for n, size in there.items() if size <= LARGEST and (is_side_file(n) or n == "config.json")]
         small += [n for n in (INDEX_NAME,) if n in there]
@@ -71,7 +72,10 @@ def fetch_base(name: str) -> HubBase:
             return HubBase(folder, repo, None)
         tensors = _headers(api, repo, os.path.basename(folder), weights)
     return HubBase(
-        folder, repo, tensors, (f"names are those of {repo} on the Hub ({len(weights)} headers were read, no weights)",)
+        folder,
+        repo,
+        tensors,
+        (f"names are those of {repo} on the Hub ({counted(len(weights), 'header')} read, no weights)",),
     )
 
 

@@ -26,6 +26,7 @@ from merge_stream.output.model_card import hub_id_of
 from merge_stream.output.side_files import SidePlan, list_folder, plan_side_files
 from merge_stream.storage.base import FileEntry
 from merge_stream.storage.local import LocalTree
+from merge_stream.units import counted
 
 __all__ = ["ModelFolder", "find_model_folder"]
 
@@ -132,7 +133,7 @@ def _base(base_model: str | None) -> _Base:
     folder = str(Path(base_model).absolute())
     listing = list_folder(folder)
     if _CONFIG not in listing:
-        msg = f"the base model folder {folder} has no config.json (it holds {len(listing)} files)"
+        msg = f"the base model folder {folder} has no config.json (it holds {counted(len(listing), 'file')})"
         raise CheckpointError(
             msg, hint="pass the folder of the model itself; in a Hub cache that is snapshots/REVISION"
         )
@@ -166,7 +167,7 @@ def _base_tensors(folder: str, listing: Mapping[str, FileEntry], notes: list[str
         absent = [file for file in files if file not in listing]
         if absent:
             notes.append(
-                f"the base model's index names {len(absent)} files that are not in {folder} (for example {absent[0]}): "
+                f"the base model's index names {counted(len(absent), 'file')} not in {folder} (such as {absent[0]}): "
                 "its names are not used"
             )
             return None

@@ -11,7 +11,7 @@ from merge_stream.containers.json_file import read_json
 from merge_stream.containers.safetensors_file import SafetensorsFile, StoredTensor
 from merge_stream.errors import MergeStreamError
 from merge_stream.storage.local import LocalTree
-from merge_stream.units import format_bytes
+from merge_stream.units import counted, format_bytes
 
 __all__ = ["About", "Checked", "CheckedFolder", "Finding", "Severity", "listed", "some"]
 
@@ -70,10 +70,11 @@ class Checked:
         """For a person."""
         types = ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
         count = {kind: sum(f.severity == kind for f in self.findings) for kind in ("error", "warning", "note")}
-        told = ", ".join(f"{n} {kind}{'s' if n != 1 else ''}" for kind, n in count.items() if n) or "nothing to say"
+        told = ", ".join(counted(n, kind) for kind, n in count.items() if n) or "nothing to say"
+        held = f"{counted(self.tensors, 'tensor')} ({types or 'none'}) in {counted(self.files, 'file')}"
         return [
             f"{'ok' if self.ok else 'NOT OK'}: {self.out}",
-            f"  {self.tensors} tensors ({types or 'none'}) in {self.files} files, {format_bytes(self.nbytes)}; {told}",
+            f"  {held}, {format_bytes(self.nbytes)}; {told}",
             *(f"  {finding.line()}" for finding in self.findings),
         ]
 

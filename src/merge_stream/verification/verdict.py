@@ -41,6 +41,7 @@ from merge_stream.storage.local import LocalSource, LocalTree
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import identity
 from merge_stream.tensors.ref import Catalog, ShardTable, SourceFile, TensorRef
+from merge_stream.units import counted
 
 __all__ = ["Verdict", "compare_with_plan", "verify"]
 
@@ -100,11 +101,11 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """The verdict for a person."""
-        text = [
-            f"{'equal' if self.ok else 'NOT EQUAL'}: {self.out} against {self.against}, {self.tensors} tensors compared"
-        ]
+        verdict = "equal" if self.ok else "NOT EQUAL"
+        text = [f"{verdict}: {self.out} against {self.against}, {counted(self.tensors, 'tensor')} compared"]
         if self.cast:
-            text.append(f"  {self.cast} tensors were compared after casting the reference to the model's type")
+            count = counted(self.cast, "tensor was", "tensors were")
+            text.append(f"  {count} compared after casting the reference to the model's type")
         text += [f"  {note}" for note in self.notes]
         for title, names in (("missing in the model", self.missing), ("only in the model", self.extra)):
             if names:
@@ -114,7 +115,7 @@ class Verdict:
         worst = sorted(self.differences, key=lambda d: -d.max_abs)
         text += [f"  {difference}" for difference in worst[:_SHOWN]]
         if len(worst) > _SHOWN:
-            text.append(f"  and {len(worst) - _SHOWN} more tensors differ")
+            text.append(f"  and {counted(len(worst) - _SHOWN, 'more tensor differs', 'more tensors differ')}")
         return text
 
 
@@ -337,7 +338,7 @@ def compare_with_plan(  # noqa: PLR0917 - the means of a comparison
         source.close()
     if differences:
         text = "; ".join(str(d) for d in differences[:_SHOWN])
-        msg = f"{len(differences)} tensors of the written model differ from the source: {text}"
+        msg = f"values of {counted(len(differences), 'tensor')} of the written model differ from the source: {text}"
         raise VerificationError(
             msg, hint="run again with --restart; if it stays, memory or disk is faulty, or it is a bug"
         )
