@@ -92,14 +92,19 @@ class TestWords:
         [
             "CKPT OUT --dtype bf16",
             "--dtype bf16 CKPT OUT",
-            "CKPT --dtype=bf16 OUT",
-            "merge CKPT OUT --dtype bf16",
-            "merge --dtype bf16 CKPT OUT",
-            "--dtype bf16 merge CKPT OUT",
             "-q --max-mem 1G merge CKPT --dtype bf16 OUT",
-            "--max_mem 1G CKPT OUT --dtype bf16",
-            "--input CKPT --dtype bf16 OUT",
-            "--dtype bf16 -- CKPT OUT",
+            *(
+                pytest.param(words, marks=pytest.mark.slow)
+                for words in (
+                    "CKPT --dtype=bf16 OUT",
+                    "merge CKPT OUT --dtype bf16",
+                    "merge --dtype bf16 CKPT OUT",
+                    "--dtype bf16 merge CKPT OUT",
+                    "--max_mem 1G CKPT OUT --dtype bf16",
+                    "--input CKPT --dtype bf16 OUT",
+                    "--dtype bf16 -- CKPT OUT",
+                )
+            ),
         ],
     )
     def test_options_stand_anywhere(self, ckpt: pathlib.Path, tmp_path: pathlib.Path, words: str) -> None:
@@ -268,7 +273,14 @@ class TestInspect:
 
 
 class TestPlan:
-    @pytest.mark.parametrize("more", [[], ["--dtype", "bf16"], ["--dtype", "fp16", "--max-shard-size", "10KB"]])
+    @pytest.mark.parametrize(
+        "more",
+        [
+            pytest.param([], marks=pytest.mark.slow),
+            pytest.param(["--dtype", "bf16"], marks=pytest.mark.slow),
+            ["--dtype", "fp16", "--max-shard-size", "10KB"],
+        ],
+    )
     def test_its_numbers_are_those_of_the_merge(
         self, ckpt: pathlib.Path, tmp_path: pathlib.Path, more: list[str]
     ) -> None:

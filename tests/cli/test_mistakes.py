@@ -66,7 +66,9 @@ def test_missing_rank(own_ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert os.listdir(tmp_path) == ["ckpt"]
 
 
-@pytest.mark.parametrize("keep", [0, 10, 2000, -1])
+@pytest.mark.parametrize(
+    "keep", [pytest.param(0, marks=pytest.mark.slow), 10, pytest.param(2000, marks=pytest.mark.slow), -1]
+)
 def test_truncated_file(own_ckpt: pathlib.Path, tmp_path: pathlib.Path, keep: int) -> None:
     path = own_ckpt / "model_world_size_2_rank_1.pt"
     os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
@@ -111,7 +113,7 @@ def test_no_space_in_the_middle(tmp_path: pathlib.Path, request: pytest.FixtureR
         folder.mkdir()
         before, words = ["prlimit", "--fsize=200000"], ("ulimit -f", "same command continues")
     source = write_hub(tmp_path / "source", {"w": _zeros(1_000_000)})
-    program = "import sys, merge_stream.api as a; a.check_disk = lambda *_: None; from merge_stream.cli import run; "
+    program = "import sys, merge_stream.api as a; a.preflight = lambda *_: None; from merge_stream.cli import run; "
     command = [*before, sys.executable, "-c", program + "sys.exit(run(sys.argv[1:]))", "merge", str(source)]
     command += [str(folder / "out"), "--no-config", "--layout", "as-is"]
     ended = subprocess.run(command, capture_output=True, check=False, text=True, timeout=60)
@@ -203,6 +205,8 @@ def test_too_small_max_mem(ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert least is not None
     assert listing(tmp_path) == []
     assert tool(ckpt, tmp_path / "out", "--max-mem", least[1]).code == 0
+    nearly = int(least[1].rstrip("M")) * 9 // 10
+    tool("plan", ckpt, tmp_path / "other", "--max-mem", f"{nearly}M").refused(4, "too small")
 
 
 @pytest.mark.parametrize("what", ["rank file", "folder", "config", "out"])

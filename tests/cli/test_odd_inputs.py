@@ -32,7 +32,14 @@ class TestNamesThatAreNoText:
         return folder
 
     @pytest.mark.parametrize(
-        "words", ["inspect CKPT", "plan CKPT OUT", "merge CKPT OUT", "verify MODEL --against CKPT", "check CKPT"]
+        "words",
+        [
+            "inspect CKPT",
+            "merge CKPT OUT",
+            pytest.param("plan CKPT OUT", marks=pytest.mark.slow),
+            pytest.param("verify MODEL --against CKPT", marks=pytest.mark.slow),
+            pytest.param("check CKPT", marks=pytest.mark.slow),
+        ],
     )
     def test_they_are_shown_escaped(
         self, made: pathlib.Path, odd: pathlib.Path, tmp_path: pathlib.Path, words: str
@@ -121,7 +128,9 @@ class TestLimitOfTheAddressSpace:
         ended = subprocess.run(command, capture_output=True, check=False, text=True, timeout=60, preexec_fn=limit)
         return Ended(ended.returncode, ended.stdout, ended.stderr)
 
-    @pytest.mark.parametrize("kib", [40_000, 70_000, 90_000, 110_000, 130_000, 150_000])
+    @pytest.mark.parametrize(
+        "kib", [40_000, 90_000, 130_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (70_000, 110_000, 150_000))]
+    )
     def test_too_small_is_told_as_what_it_is(self, ckpt: pathlib.Path, tmp_path: pathlib.Path, kib: int) -> None:
         """While packages are loaded, when threads start, when slabs are mapped."""
         ended = self.limited(kib, ckpt, tmp_path / "out", "-q", "--workers", "4")
