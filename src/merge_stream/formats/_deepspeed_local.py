@@ -50,6 +50,7 @@ class LocalModel:
     twins    16-bit copies of masters, by name
     frozen   names that were not trained
     states   the model states it came from, for what belongs to parallelism
+    is_pipeline  names begin with the number of a layer
     """
 
     tensors: dict[str, TensorRef] = field(default_factory=dict)
@@ -61,6 +62,7 @@ class LocalModel:
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     metadata_nbytes: int = 0
+    is_pipeline: bool = False
 
 
 def read_local_models(files: DeepSpeedFiles, table: FileTable, options: OpenOptions) -> dict[int, LocalModel]:

@@ -14,7 +14,7 @@ from merge_stream.formats._catalog import FileTable, listed
 from merge_stream.formats._deepspeed_experts import add_experts
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles
 from merge_stream.formats._deepspeed_local import LocalModel
-from merge_stream.formats._deepspeed_pipeline import add_layers
+from merge_stream.formats._deepspeed_pipeline import add_sliced_masters, lay_under, read_layers
 from merge_stream.formats._deepspeed_tensor_parallel import TensorParallelRules
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.ref import TensorRef
@@ -27,14 +27,27 @@ def join_local_models(
 ) -> LocalModel:
     """One model of the parts of all model-parallel ranks."""
     pipeline, tensor = degrees(models, files)
-    metadata = sum(model.metadata_nbytes for model in models.values())
+    layers = read_layers(files, table)
+    if layers and sorted(layers) != list(range(tensor)):
+        msg = f"{files.tree.label} has layer files of tensor-parallel ranks {sorted(layers)}, wanted {tensor} ranks"
+        raise IncompleteShardsError(msg, hint="copy all layer_* files here")
+    metadata = sum(model.metadata_nbytes for model in (*models.values(), *layers.values()))
     stages: list[LocalModel] = []
     for stage in range(pipeline):
         parts = [models[stage * tensor + rank] for rank in range(tensor)]
-        if files.layers:
-            metadata += add_layers(parts, stage, pipeline, files, table, options)
+        for rank, part in enumerate(parts):
+            if layers:
+                add_sliced_masters(part, layers[rank])
         stages.append(_join_ranks(parts, files))
     whole = stages[0] if pipeline == 1 else _join_stages(stages, files)
+    if layers:
+        states = models[0].states
+        for held in layers.values():
+            held.states = states
+        lay_under(
+            whole, _join_ranks([layers[rank] for rank in range(tensor)], files), module=options.weights == "module"
+        )
+        whole.is_pipeline = True
     if tensor > 1:
         whole.facts["tensor-parallel ranks"] = tensor
     if pipeline > 1:

@@ -47,6 +47,7 @@ def read_universal(files: DeepSpeedFiles, table: FileTable, options: OpenOptions
         model.metadata_nbytes += source.file.metadata_nbytes
         model.tensors[name] = _parameter(name, source, shapes.get(name))
     _require_all(model, shapes, files)
+    model.is_pipeline = any(state.module is None for state in states)
     if files.zero3:
         _add_from_stage3(model, states)
     else:

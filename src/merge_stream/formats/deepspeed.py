@@ -27,7 +27,10 @@ from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.ref import Catalog, TensorRef
 
-__all__ = ["MEMBER", "DeepSpeed"]
+__all__ = ["MEMBER", "PIPELINE", "DeepSpeed"]
+
+PIPELINE = "deepspeed_pipeline"
+"""The naming of a PipelineModule: `<layer>.<name>` and `tied_modules.<key>.<name>`."""
 
 
 class DeepSpeed:
@@ -97,7 +100,7 @@ class DeepSpeed:
             facts={"tag": files.tag, **model.facts},
             ignored=ignored,
             notes=tuple(notes),
-            naming=naming_of(tensors),
+            naming=PIPELINE if model.is_pipeline else naming_of(tensors),
             config_dirs=(*config_dirs(tree), *config_dirs(files.tree)),
             metadata_nbytes=model.metadata_nbytes,
             checksums=(ZipRecords(files.tree, tuple(file.name for file in table.files)),),
