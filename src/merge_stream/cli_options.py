@@ -93,6 +93,7 @@ opening = _all(
         help="The optimizer's fp32 masters, or the weights as trained. Default: masters, where they are saved.",
     ),
     click.option("--exclude-frozen", is_flag=True, help="Leave out parameters that were not trained (DeepSpeed)."),
+    click.option("--rules", type=WORDS, metavar="FILE.toml", help="Your own table of names, where none is known."),
 )
 
 memory = _all(
@@ -205,6 +206,7 @@ def open_options(given: Mapping[str, Any]) -> OpenOptions:
         given["tag"],
         given["weights"],
         given["exclude_frozen"],
+        given["rules"],
     )
 
 

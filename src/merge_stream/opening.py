@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from merge_stream.architectures.lora_settings import SETTINGS_FILES
+from merge_stream.architectures.user_rules import NAMING, read_rules
 from merge_stream.discovery import members_of
 from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UnsupportedError, UsageError
 from merge_stream.formats._stored_checksums import INTEGRITY_FILE, IntegrityFile
@@ -52,9 +53,13 @@ def open_checkpoint(paths: Sequence[str | os.PathLike[str]], options: OpenOption
     dirs = dict.fromkeys((*catalog.config_dirs, *_config_dirs(tree)))
     facts = {"detected by": found.detection.evidence, **catalog.facts}
     beside = {n: t.files[n].path for t in (tree, found.tree) for n in SETTINGS_FILES if n in t.files}
+    if options.rules is not None:
+        read_rules(options.rules)  # a mistake in it is told before anything else
+        beside[NAMING] = os.path.abspath(options.rules)
     return dataclasses.replace(
         catalog,
         beside=beside,
+        naming=NAMING if options.rules is not None else catalog.naming,
         checksums=(*catalog.checksums, *_integrity(found.tree)),
         notes=(*given, *notes),
         config_dirs=tuple(dirs),

@@ -33,6 +33,7 @@ class OpenOptions:
     tag             which save of a DeepSpeed run, where `latest` does not tell
     weights         "master": fp32 masters; "module": the weights as trained; None: masters, where there are any
     exclude_frozen  leave parameters out that were not trained
+    rules           a user's table of names (TOML), or None for the tables of merge-stream
     """
 
     format: str | None = None
@@ -42,6 +43,7 @@ class OpenOptions:
     tag: str | None = None
     weights: WeightsName | None = None
     exclude_frozen: bool = False
+    rules: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ never at the version of a library: fused experts are three-dimensional, whoever 
 
 Patterns are dotted names in which a dot is a dot and braces are holes:
 
-    {i} {e}      a number
+    {i} {e}      a number; {i+1} and {i-1} in what a name becomes are the numbers after and before it
     {at} {rest}  anything, at least one character (every other name too)
     {k:w1|w3}    what the regular expression after the colon matches
 """
@@ -36,6 +36,7 @@ __all__ = [
     "Transpose",
     "Unstack",
     "convert",
+    "holes_of",
     "pattern_of",
     "take_of_view",
     "two_halves_in_rows",
@@ -44,7 +45,7 @@ __all__ = [
 Ints = tuple[int, ...]
 Shapes = Mapping[str, Ints]
 
-_HOLE = re.compile(r"\{(?P<name>[a-z_]+)(?::(?P<regex>[^{}]+))?\}")
+_HOLE = re.compile(r"\{(?P<name>[a-z_]+)(?P<shift>[+-]\d+)?(?::(?P<regex>[^{}]+))?\}")
 
 
 @functools.cache
@@ -61,7 +62,21 @@ def pattern_of(template: str) -> re.Pattern[str]:
 
 
 def _filled(template: str, holes: Mapping[str, str | int]) -> str:
-    return _HOLE.sub(lambda hole: str(holes[hole["name"]]), template)
+    def value(hole: re.Match[str]) -> str:
+        held = holes[hole["name"]]
+        if not hole["shift"]:
+            return str(held)
+        number = int(held) + int(hole["shift"])
+        if number < 0:
+            raise CheckpointError(f"{template} of number {held} would be number {number}", hint="correct the rule")
+        return str(number)
+
+    return _HOLE.sub(value, template)
+
+
+def holes_of(template: str, *, shifted: bool = False) -> set[str]:
+    """Names of the holes in a template; of those with a shift only, if told so."""
+    return {hole["name"] for hole in _HOLE.finditer(template) if hole["shift"] or not shifted}
 
 
 class Rule(Protocol):

@@ -91,7 +91,9 @@ def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora
 def _alpha(settings: LoraSettings) -> str:
     if settings.alpha:
         return f"alpha {settings.alpha:g} from {settings.origin}"
-    return "alpha unknown: write it into lora_adapter/adapter_config.json, where it is null, before the adapter is loaded"
+    return (
+        "alpha unknown: write it into lora_adapter/adapter_config.json, where it is null, before the adapter is loaded"
+    )
 
 
 def _plain(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Named:
