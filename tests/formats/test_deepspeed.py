@@ -1,0 +1,197 @@
+"""DeepSpeed: real checkpoints give the trainer's own weights, and what contradicts itself is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from merge_stream import cli
+from merge_stream.containers.safetensors_file import read_header
+from merge_stream.errors import (
+    AmbiguousCheckpointError,
+    CorruptCheckpointError,
+    IncompleteShardsError,
+    MergeStreamError,
+    TruncatedFileError,
+    UnsupportedError,
+    UsageError,
+)
+from merge_stream.formats.deepspeed import MEMBER
+from merge_stream.options import OpenOptions
+from merge_stream.storage.local import LocalTree
+from tests.cases.naive import assert_holds, merged, numbered
+from tests.formats.naive import DATA, opened
+from tests.makers.zero_files import ZeroRun, write_zero
+
+REAL = sorted(path.parent for path in DATA.glob("deepspeed*/*/check.json"))
+TENSORS = {"model.a": numbered(5), "model.b": numbered(7, 3, first=20)}
+
+
+def runs() -> Iterator[tuple[Path, dict[str, object]]]:
+    for case in REAL:
+        for run in json.loads((case / "check.json").read_text())["runs"]:
+            yield case, run
+
+
+def content(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        for name, t in read_header(LocalTree.of([folder]), path.name).tensors.items():
+            found[name] = (t.dtype.name, t.shape, data[t.offset : t.offset + t.nbytes])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "run"), [pytest.param(c, r, id=f"{c.name} {' '.join(r.get('args', []))}") for c, r in runs()]
+)
+def test_real_checkpoints_give_the_trainers_own_weights(case: Path, run: dict[str, object], tmp_path: Path) -> None:
+    """The truth is the live engine's weights: masters, or `module` for --weights module."""
+    options = [str(argument) for argument in run.get("args", [])]
+    if "base_model" in run:
+        options += ["--base-model", str(case / str(run["base_model"]))]
+    assert cli.run(["merge", str(case / "ckpt"), str(tmp_path / "out"), "-q", *options]) == 0
+    wanted = {".": run["compare"]} if "compare" in run else {}
+    for folder, name in {**wanted, **run.get("also", {})}.items():
+        assert content(tmp_path / "out" / folder) == content(case / name)
+
+
+@pytest.mark.parametrize("case", [c for c in REAL if c.name.startswith("z2_") and "lora" not in c.name], ids=lambda c: c.name)
+def test_a_16_bit_output_reads_the_16_bit_weights(
+    case: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The cast master is the module's weight, bit for bit, so half the bytes of the masters are read."""
+    options = ["--base-model", str(case / "hf"), "--dtype", "bf16", "--json"]
+    assert cli.run(["merge", str(case / "ckpt"), str(tmp_path / "out"), *options]) == 0
+    assert content(tmp_path / "out") == content(case / "expected_module")
+    report = json.loads(capfd.readouterr().out)
+    assert report["read_nbytes"] < 4 * sum(len(data) for _, _, data in content(tmp_path / "out").values())
+
+
+def test_inspect_tells_the_layout() -> None:
+    catalog = opened(MEMBER, DATA / "deepspeed" / "z2_bf16_multigroup_w3" / "ckpt")
+    facts = catalog.facts
+    assert (facts["ZeRO stage"], facts["data-parallel ranks"], facts["optimizer groups"]) == (2, 3, 2)
+    assert (facts["tag"], facts["trainer"]) == ("global_step2", "DeepSpeed 0.19.8")
+    tensor = opened(MEMBER, DATA / "deepspeed" / "tp2_z0_w2" / "ckpt")
+    assert tensor.facts["tensor-parallel ranks"] == 2
+
+
+def test_moments_are_never_read(tmp_path: Path) -> None:
+    """A third of the optimizer files is masters; at most 1.2 times their bytes are read."""
+    weights = {"model.w": numbered(300, 200)}
+    report = merged(write_zero(tmp_path / "ckpt", ZeroRun([weights], dtype=torch.float32)), tmp_path / "out")
+    assert report.read_nbytes <= 1.2 * 4 * 300 * 200
+
+
+def refused(folder: Path, tmp_path: Path, error: type[MergeStreamError], *words: str, **options: object) -> str:
+    with pytest.raises(error) as caught:
+        merged(folder, tmp_path / "out", opening=OpenOptions(**options))
+    assert not (tmp_path / "out").exists()
+    for word in words:
+        assert word in caught.value.message
+    assert caught.value.hint
+    return caught.value.hint
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_of_different_steps_are_refused(tmp_path: Path, stage: int) -> None:
+    """They load without any error elsewhere, and give a wrong model."""
+    folder = write_zero(tmp_path / "ckpt", ZeroRun([TENSORS], stage=stage, steps=[7, 8]))
+    refused(folder, tmp_path, CorruptCheckpointError, "is of step 8", "of step 7")
+
+
+def test_masters_that_do_not_round_to_the_weights_are_refused(tmp_path: Path) -> None:
+    """The order of the parameters differs from that of the flat vector: sizes alone do not show it."""
+    folder = write_zero(tmp_path / "ckpt", ZeroRun([{"model.a": numbered(6), "model.b": numbered(6, first=40)}]))
+    states = folder / "global_step7" / "mp_rank_00_model_states.pt"
+    held = torch.load(states, weights_only=False)
+    held["param_shapes"] = [dict(reversed(list(held["param_shapes"][0].items())))]
+    torch.save(held, states)
+    hint = refused(folder, tmp_path, CorruptCheckpointError, "do not round to", "model.")
+    assert "--weights module" in hint
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_missing_rank_is_named(tmp_path: Path, stage: int) -> None:
+    folder = write_zero(tmp_path / "ckpt", ZeroRun([TENSORS], stage=stage, ranks=3))
+    (folder / "global_step7" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    refused(folder, tmp_path, IncompleteShardsError, "ranks 0, 2 of 3", "ranks 1 are missing")
+
+
+def test_stale_ranks_of_a_larger_run_are_refused(tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "ckpt", ZeroRun([TENSORS], ranks=2))
+    place = folder / "global_step7"
+    stale = (place / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").read_bytes()
+    (place / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(stale)
+    refused(folder, tmp_path, CorruptCheckpointError, "ranks 2, but the run had 2 ranks")
+
+
+def test_without_optimizer_files_the_16_bit_weights_are_offered(tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "ckpt", ZeroRun([TENSORS]))
+    for path in (folder / "global_step7").glob("*optim*"):
+        path.unlink()
+    hint = refused(folder, tmp_path, IncompleteShardsError, "no optimizer states")
+    assert "--weights module" in hint
+    merged(folder, tmp_path / "out", opening=OpenOptions(weights="module"))
+    assert_holds(tmp_path / "out", {name: tensor.to(torch.bfloat16) for name, tensor in TENSORS.items()})
+
+
+def test_stage_3_has_no_16_bit_weights(tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "ckpt", ZeroRun([TENSORS], stage=3))
+    hint = refused(folder, tmp_path, UnsupportedError, "stage 3", weights="module")
+    assert "--dtype bf16" in hint
+
+
+def test_a_truncated_file_is_told(tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "ckpt", ZeroRun([TENSORS]))
+    path = folder / "global_step7" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(folder, tmp_path, TruncatedFileError, path.name)
+
+
+class TestTags:
+    def two(self, tmp_path: Path) -> Path:
+        for number in (1, 2):
+            tensors = {name: tensor + number for name, tensor in TENSORS.items()}
+            write_zero(tmp_path / "ckpt", ZeroRun([tensors], tag=f"global_step{number}"))
+        return tmp_path / "ckpt"
+
+    def test_latest_decides(self, tmp_path: Path) -> None:
+        report = merged(self.two(tmp_path), tmp_path / "out")
+        assert_holds(tmp_path / "out", {name: tensor + 2 for name, tensor in TENSORS.items()})
+        assert any("other tags there: global_step1" in note for note in report.notes)
+
+    def test_the_user_decides(self, tmp_path: Path) -> None:
+        merged(self.two(tmp_path), tmp_path / "out", opening=OpenOptions(tag="global_step1"))
+        assert_holds(tmp_path / "out", {name: tensor + 1 for name, tensor in TENSORS.items()})
+
+    def test_the_folder_of_a_tag_is_a_checkpoint_too(self, tmp_path: Path) -> None:
+        merged(self.two(tmp_path) / "global_step1", tmp_path / "out")
+        assert_holds(tmp_path / "out", {name: tensor + 1 for name, tensor in TENSORS.items()})
+
+    def test_without_latest_several_are_ambiguous(self, tmp_path: Path) -> None:
+        folder = self.two(tmp_path)
+        (folder / "latest").unlink()
+        assert "--tag" in refused(folder, tmp_path, AmbiguousCheckpointError, "2 tags", "global_step1, global_step2")
+
+    @pytest.mark.parametrize(
+        ("content", "error"), [(b"global_step9", IncompleteShardsError), (b"\xff", CorruptCheckpointError)]
+    )
+    def test_latest_that_names_nothing(self, tmp_path: Path, content: bytes, error: type[MergeStreamError]) -> None:
+        folder = self.two(tmp_path)
+        (folder / "latest").write_bytes(content)
+        assert "--tag" in refused(folder, tmp_path, error, "latest")
+
+    def test_a_tag_that_is_not_there(self, tmp_path: Path) -> None:
+        hint = refused(self.two(tmp_path), tmp_path, UsageError, "no tag 'x'", tag="x")
+        assert "global_step1" in hint
+
+    def test_means_nothing_elsewhere(self, tmp_path: Path) -> None:
+        torch.save({"model.a": numbered(3)}, tmp_path / "model.pt")
+        with pytest.raises(UsageError, match="--tag means nothing for a torch_full checkpoint"):
+            merged(tmp_path, tmp_path / "out", opening=OpenOptions(tag="x"))
