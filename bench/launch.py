@@ -36,6 +36,7 @@ def main() -> int:
                 "system": usage.ru_stime,
                 "peak": usage.ru_maxrss * 1024,
                 "major_faults": usage.ru_majflt,
+                "from_disk": usage.ru_inblock * 512,
             },
             file,
         )

@@ -6,6 +6,7 @@ What is measured
   wall    from the start of the process until it ended
   cpu     user + system time of the process and of all children it waited for, by the kernel's account
   peak    largest resident memory of a single process of the command, by the kernel's account (exact)
+  disk    bytes that the kernel fetched from a disk for the process and its children, read-ahead included
   tree    largest sum of resident memory over the process and its children, sampled; shared pages count twice
 
 Comparisons are interleaved: A B C, then again in another order, so that a slow minute of the machine hits all. A ratio
@@ -73,10 +74,12 @@ class Run:
     peak: int
     tree: int
     stdout: str = dataclasses.field(repr=False, default="")
+    from_disk: int = 0
 
     def as_json(self) -> dict[str, float]:
         """The numbers alone."""
-        return {"wall": round(self.wall, 4), "cpu": round(self.cpu, 4), "peak": self.peak, "tree": self.tree}
+        numbers = {"wall": round(self.wall, 4), "cpu": round(self.cpu, 4), "peak": self.peak, "tree": self.tree}
+        return {**numbers, "from_disk": self.from_disk}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,8 @@ def run(command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: st
         if code:
             raise CommandFailedError(command, code, text + err.read_text(errors="replace"))
         used = json.loads(result.read_text())
-    return Run(used["wall"], used["user"] + used["system"], used["peak"], max(sampler.peak, used["peak"]), text)
+    cpu, tree = used["user"] + used["system"], max(sampler.peak, used["peak"])
+    return Run(used["wall"], cpu, used["peak"], tree, text, used["from_disk"])
 
 
 class _TreeSampler:
@@ -351,14 +355,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except CommandFailedError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    found = {key: Spread.of(r.as_json()[key] for r in runs) for key in ("wall", "cpu", "peak", "tree")}
+    found = {key: Spread.of(r.as_json()[key] for r in runs) for key in ("wall", "cpu", "peak", "tree", "from_disk")}
     if given.json:
         print(json.dumps({key: spread.as_json() for key, spread in found.items()}))
     else:
         for key, spread in found.items():
-            mega = key in ("peak", "tree")
+            mega = key in ("peak", "tree", "from_disk")
             scaled = Spread(*(x / 1e6 for x in dataclasses.astuple(spread))) if mega else spread
-            print(f"{key:5s} {scaled.text(1 if mega else 3)} {'MB' if mega else 's'}   (min / median / max)")
+            print(f"{key:9s} {scaled.text(1 if mega else 3)} {'MB' if mega else 's'}   (min / median / max)")
     return 0
 
 

@@ -10,7 +10,7 @@ from bench.measure import Spread
 
 __all__ = ["markdown", "replace_between_markers"]
 
-_BEGIN = "<!-- bench.compare writes from here -->"
+_BEGIN = "<!-- {writer} writes from here -->"
 _END = "<!-- to here -->"
 
 
@@ -19,15 +19,16 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(_lines(result))
 
 
-def replace_between_markers(page: pathlib.Path, text: str) -> None:
-    """Put `text` between the markers of `page`, or at its end when it has none."""
+def replace_between_markers(page: pathlib.Path, text: str, *, writer: str = "bench.compare") -> None:
+    """Put `text` between the markers of `writer` in `page`, or at its end when it has none."""
     old = page.read_text() if page.exists() else ""
-    if _BEGIN in old and _END in old:
-        before, rest = old.split(_BEGIN, 1)
+    begin = _BEGIN.format(writer=writer)
+    if begin in old and _END in old.split(begin, 1)[1]:
+        before, rest = old.split(begin, 1)
         after = rest.split(_END, 1)[1]
     else:
         before, after = old.rstrip() + "\n\n", "\n"
-    page.write_text(f"{before}{_BEGIN}\n\n{text}\n{_END}{after}")
+    page.write_text(f"{before}{begin}\n\n{text}\n{_END}{after}")
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:
