@@ -22,6 +22,7 @@ from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import beside_the_weights
 from merge_stream.output.place import OutputPlace, choose_place, interrupted_commit
 from merge_stream.planning.plan import Plan
+from merge_stream.report import names_told
 from merge_stream.storage.local import LocalSource
 from merge_stream.units import counted, format_bytes, format_duration
 
@@ -72,12 +73,12 @@ class Forecast:
         """For a person."""
         files = counted(len(self.output_files), "file")
         text = [
-            f"{self.root} ({self.format}), names: {self.architecture}",
+            f"{self.root} ({self.format}), {names_told(self.architecture)}",
             *([f"  OUT         {self.out_state}"] if self.out_state else []),
             f"  writes      {format_bytes(self.write_nbytes)}, {counted(self.tensors, 'tensor')}, {files}",
-            f"  disk        {format_bytes(self.disk_free)} free where OUT goes",
             *(f"              {name}  {format_bytes(size)}" for name, size in list(self.output_files.items())[:10]),
             *([f"              and {len(self.output_files) - 10} more"] if len(self.output_files) > 10 else []),
+            f"  disk        {format_bytes(self.disk_free)} free where OUT goes",
             f"  side files  {', '.join(self.side_files) or 'none'}",
             f"  reads       {format_bytes(self.read_nbytes)}",
             f"  peak memory {format_bytes(self.peak_memory)} of {format_bytes(self.allowed_memory)} allowed",

@@ -192,7 +192,6 @@ def _unknown(tree: LocalTree, format_name: str | None) -> UnknownFormatError:
     formats = _formats(format_name)
     width = max(len(m.name) for m in formats)
     lines = "".join(f"\n  {m.name:<{width}}  {m.summary}" for m in formats)
-    wanted = (
-        "wanted is a folder that looks like this:" if format_name else "known are folders that look like one of these:"
-    )
-    return UnknownFormatError(f"{tree.label} {what}: it holds {seen}", hint=wanted + lines)
+    which = "this" if format_name else "one of these"
+    hint = f"a checkpoint's folder looks like {which}:{lines}"
+    return UnknownFormatError(f"{tree.label} {what}: it holds {seen}", hint=hint)

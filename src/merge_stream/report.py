@@ -8,9 +8,15 @@ from typing import Any
 
 from merge_stream.units import counted, format_bytes, format_duration
 
-__all__ = ["Report"]
+__all__ = ["Report", "names_told"]
 
 _SHOWN = 8
+
+
+def names_told(architecture: str) -> str:
+    """In words by which rules the names became those of the output."""
+    told = {"identity": "without renaming", "base-index": "names matched with the base model's"}
+    return told.get(architecture, f"renamed by the rules of {architecture}")
 
 
 @dataclass(slots=True)
@@ -66,7 +72,7 @@ class Report:
         text = [
             f"wrote {self.out}",
             f"  {counted(self.tensors, 'tensor')} in {files}, {format_bytes(self.output_nbytes)}, dtype {self.dtype}",
-            f"  from {self.format}, {self.architecture} names",
+            f"  from {self.format}, {names_told(self.architecture)}",
             (
                 f"  read {format_bytes(self.read_nbytes)}{ways}, wrote {format_bytes(self.written_nbytes)}{before} "
                 f"in {format_duration(self.seconds)} ({format_bytes(rate)}/s)"
