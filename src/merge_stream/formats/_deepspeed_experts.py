@@ -24,11 +24,11 @@ from merge_stream.formats._catalog import FileTable
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles
 from merge_stream.formats._deepspeed_local import LocalModel, plain_ref, widened
 from merge_stream.formats._deepspeed_states import OptimStates, Shape, StatesFile, tensors_in
-from merge_stream.formats._flat_ranges import moved, rows_of, stacked
 from merge_stream.formats._zero_masters import flat_masters
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.ref import ShardTable, TensorRef
+from merge_stream.tensors.tables import moved, rows_of, stacked
 
 __all__ = ["add_experts", "fuse_autoep"]
 

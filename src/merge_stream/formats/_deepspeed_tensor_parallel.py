@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
-from merge_stream.formats._flat_ranges import moved, rows_of, stacked
 from merge_stream.tensors.box import row_major_strides
 from merge_stream.tensors.ref import ShardTable, TensorRef
+from merge_stream.tensors.tables import first_rows, moved, rows_of, stacked
 
 __all__ = ["TensorParallelRules"]
 
@@ -89,7 +89,7 @@ class TensorParallelRules:
             return self._halves(name, parts)
         joined = _concatenated(name, parts, 1 if kind == "columns" else 0)
         if self._vocabulary and self._matches("vocabulary", name):
-            return _trimmed(joined, self._vocabulary)
+            return first_rows(joined, self._vocabulary)
         return joined
 
     def _matches(self, kind: str, name: str) -> bool:
@@ -257,11 +257,3 @@ def _concatenated(name: str, parts: Sequence[TensorRef], dim: int) -> TensorRef:
         at += part.shape[dim]
     shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
     return TensorRef(name, first.dtype, shape, stacked(tables, len(shape)), stored=first.stored)
-
-
-def _trimmed(tensor: TensorRef, rows: int) -> TensorRef:
-    """Without the padding of a vocabulary."""
-    if tensor.shape[0] <= rows:
-        return tensor
-    table = rows_of(tensor.shards, 0, rows, tensor.on_disk.itemsize)
-    return TensorRef(tensor.name, tensor.dtype, (rows, *tensor.shape[1:]), table, stored=tensor.stored)

@@ -15,7 +15,7 @@ import numpy as np
 
 from merge_stream.tensors.ref import ShardTable
 
-__all__ = ["Ranges", "moved", "rows_of", "stacked", "table_of_ranges"]
+__all__ = ["Ranges", "table_of_ranges"]
 
 Ints = np.ndarray
 
@@ -89,36 +89,3 @@ def _cut(  # noqa: PLR0917 - parallel columns
         shape[1:], np.zeros_like(lo)[tails], (hi - whole * inner)[tails], np.hstack([lead, whole[:, None]])[tails],
         (skipped + whole * inner - lo)[tails], row[tails], parts,
     )  # fmt: skip
-
-
-def moved(table: ShardTable, by: Sequence[int]) -> ShardTable:
-    """The same shards, `by` further along each dim."""
-    shift = np.array(by, dtype=np.int64)
-    return ShardTable(table.start + shift, table.stop + shift, table.file, table.offset)
-
-
-def rows_of(table: ShardTable, start: int, stop: int, itemsize: int) -> ShardTable:
-    """What the table holds of rows [start, stop) of the leading dim, which becomes rows [0, stop - start).
-
-    Rows are the outermost dim of every shard, so a part of them is contiguous again.
-    """
-    low = np.maximum(table.start[:, 0], start)
-    high = np.minimum(table.stop[:, 0], stop)
-    met = low < high
-    inner = np.prod(table.stop[met, 1:] - table.start[met, 1:], axis=1, dtype=np.int64)
-    skipped = (low[met] - table.start[met, 0]) * inner * itemsize
-    begin, end = table.start[met].copy(), table.stop[met].copy()
-    begin[:, 0], end[:, 0] = low[met] - start, high[met] - start
-    return ShardTable(begin, end, table.file[met], table.offset[met] + skipped)
-
-
-def stacked(tables: Sequence[ShardTable], ndim: int) -> ShardTable:
-    """All rows of the tables."""
-    if not tables:
-        return ShardTable.of([], ndim)
-    return ShardTable(
-        np.concatenate([table.start for table in tables]),
-        np.concatenate([table.stop for table in tables]),
-        np.concatenate([table.file for table in tables]),
-        np.concatenate([table.offset for table in tables]),
-    )

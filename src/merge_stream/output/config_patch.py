@@ -22,7 +22,7 @@ from merge_stream.architectures.structure import TEXT_NESTS
 from merge_stream.output.class_names import class_for
 from merge_stream.tensors.dtype import DType
 
-__all__ = ["OutputTensor", "PatchedConfig", "dominant_dtype", "holds_quantized", "patch_config"]
+__all__ = ["OutputTensor", "PatchedConfig", "dominant_dtype", "holds_quantized", "patch_config", "with_vocabulary"]
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -84,6 +84,16 @@ def patch_config(original: bytes, tensors: Sequence[OutputTensor], *, untied: bo
     if config == json.loads(text):
         return PatchedConfig(original, tuple(notes))
     return PatchedConfig(_written_like(text, config), tuple(notes))
+
+
+def with_vocabulary(original: bytes, rows: int) -> bytes:
+    """config.json with `vocab_size` `rows`, wherever it stands; the bytes as they are when it says so already."""
+    text = original.decode("utf-8-sig")
+    config: dict[str, Any] = json.loads(text)
+    for _, nest in _nests(config):
+        if isinstance(nest.get("vocab_size"), int):
+            nest["vocab_size"] = rows
+    return original if config == json.loads(text) else _written_like(text, config)
 
 
 def _nests(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -46,6 +46,7 @@ class ModelFolder:
     notes         remarks for the user
     base_id       name of the base model on the Hub, or ""
     base_readme   path of the base model's card, or ""
+    base_config   the base model's config.json, where the checkpoint's own is used; None otherwise
     """
 
     info: ModelInfo
@@ -55,6 +56,7 @@ class ModelFolder:
     base_id: str = ""
     base_readme: str = ""
     config_origin: str = "checkpoint"
+    base_config: Mapping[str, Any] | None = None
 
 
 def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, write_config: bool) -> ModelFolder:
@@ -101,7 +103,11 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
     info = ModelInfo(config, config_path, base_tensors)
     readme = base_listing["README.md"].path if "README.md" in base_listing else ""
     origin = "checkpoint" if config_folder in listings else "base model"
-    return ModelFolder(info, config_bytes, side_files, (*notes, *side_files.notes), base.name, readme, origin)
+    base_config = None
+    if base_folder and config_folder != base_folder and _CONFIG in base_listing:
+        base_config = read_json(_tree(base_folder, base_listing), _CONFIG, _CONFIG_LIMIT)
+    every = (*notes, *side_files.notes)
+    return ModelFolder(info, config_bytes, side_files, every, base.name, readme, origin, base_config)
 
 
 @dataclass(frozen=True, slots=True)

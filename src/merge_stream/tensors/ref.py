@@ -134,6 +134,7 @@ class Catalog:
     metadata_nbytes  bytes of metadata that were parsed (feeds the memory projection)
     checksums  readers of the checksums that the containers hold (`--check-crc`)
     twins      16-bit copies of fp32 masters, by name: each master must round to its twin
+    padded_vocabulary  the trainer may have added rows to embedding and head, which a given config tells
     """
 
     format: str
@@ -149,6 +150,7 @@ class Catalog:
     metadata_nbytes: int = 0
     checksums: tuple[ChecksumReader, ...] = ()
     twins: Mapping[str, TensorRef] = field(default_factory=dict)
+    padded_vocabulary: bool = False
 
     @property
     def nbytes(self) -> int:
