@@ -118,11 +118,11 @@ def test_private_is_never_a_public_repository(hub: Hub, out: Path, capsys: pytes
     ("method", "pattern", "status", "words"),
     [
         ("GET", "whoami", 401, "HF_TOKEN"),
-        ("POST", "repos/create", 403, "write access"),
-        ("POST", "preupload", 404, "not there, or the token has no access"),
         ("PUT", "/lfs/", 500, "try again later"),
-        ("POST", "/commit/", 500, "try again later"),
-        ("POST", "objects/batch", 429, "wait some minutes"),
+        pytest.param("POST", "repos/create", 403, "write access", marks=pytest.mark.slow),
+        pytest.param("POST", "preupload", 404, "not there, or the token has no access", marks=pytest.mark.slow),
+        pytest.param("POST", "/commit/", 500, "try again later", marks=pytest.mark.slow),
+        pytest.param("POST", "objects/batch", 429, "wait some minutes", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_upload_says_how_to_go_on_and_leaves_out_alone(  # noqa: PLR0917 - one fault each

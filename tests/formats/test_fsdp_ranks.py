@@ -226,20 +226,21 @@ class TestDamagedFiles:
             opened(MEMBER, folder)
         assert not (tmp_path / "pwned").exists()
 
-    def test_mutated_pickles_give_our_errors_only(self, tmp_path: Path) -> None:
-        """800 rank files with one to three changed bytes in data.pkl: no other exception comes out."""
-        source = random.Random(5)
+    @pytest.mark.parametrize("seed", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 7, 8, 9))])
+    def test_mutated_pickles_give_our_errors_only(self, tmp_path: Path, seed: int) -> None:
+        """200 rank files with one to three changed bytes in data.pkl: no other exception comes out."""
+        source = random.Random(seed)
         folder = copied("fsdp_old/torch-2.10.0-w4-fsdp2_tp_uneven", tmp_path)
         contents = {path.name: path.read_bytes() for path in folder.glob("model*")}
         refused = 0
-        for _ in range(800):
+        for _ in range(200):
             name = source.choice(sorted(contents))
             mutant = with_changed_pickle(contents[name], source)
             try:
                 MEMBER.open(MemoryTree(contents | {name: mutant}), OpenOptions())
             except MergeStreamError:
                 refused += 1
-        assert refused > 300
+        assert refused > 75
 
     def test_no_state_dict(self, tmp_path: Path) -> None:
         torch.save([1, 2], tmp_path / "model_world_size_1_rank_0.pt")
