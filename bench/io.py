@@ -78,7 +78,7 @@ class Table:
         rounds = len(self.runs["pread"])
         yield f"### {self.title}, {'cold' if self.cold else 'warm'}"
         yield ""
-        yield f"Smallest / median / largest of {rounds} rounds."
+        yield f"Smallest / median / largest of {rounds} round{'s' if rounds != 1 else ''}."
         yield ""
         yield "| way | wall, s | CPU, s | wall / pread | CPU / pread | peak memory, MB | from disk, MB |"
         yield "|---|---|---|---|---|---|---|"
