@@ -33,6 +33,8 @@ LAYERS = (
         "console",
         "forecast",
         "inspection",
+        "vocabulary",
+        "preflight",
         "verl_spelling",
         "__main__",
         "__init__",

@@ -26,7 +26,7 @@ from merge_stream.engine.governor import Governor
 from merge_stream.engine.memory import MemoryPlan, peak_rss
 from merge_stream.engine.staging import DirectStaging
 from merge_stream.errors import SourceChangedError, VerificationError
-from merge_stream.job import Job, card_facts, check_disk, make_plan, memory_for
+from merge_stream.job import Job, card_facts, make_plan, memory_for
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import beside_the_weights, finish_folder
@@ -38,6 +38,7 @@ from merge_stream.output.place import (
     interrupted_commit,
 )
 from merge_stream.planning.plan import Plan
+from merge_stream.preflight import preflight
 from merge_stream.report import Report
 from merge_stream.storage.local import LocalSource, time_of_change
 from merge_stream.verification.verdict import compare_with_plan, verify
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Job",
     "Staged",
-    "check_disk",
     "execute",
     "finalize",
     "make_plan",
@@ -91,7 +91,7 @@ def execute(
     place = choose_place(
         out, overwrite=job.options.overwrite, inputs=(*inputs, job.catalog.root, *job.catalog.config_dirs)
     )
-    check_disk(job, place)
+    preflight(job, place)
     memory = memory_for(job.options, job.named)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     staging = DirectStaging(place.work, job.plan, restart=job.options.restart)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from merge_stream.api import Job, check_disk, make_plan
+from merge_stream.api import Job, make_plan
 from merge_stream.engine.events import Observer
 from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.journal import read_journal
@@ -22,6 +22,7 @@ from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import beside_the_weights
 from merge_stream.output.place import OutputPlace, choose_place, interrupted_commit
 from merge_stream.planning.plan import Plan
+from merge_stream.preflight import preflight
 from merge_stream.report import names_told
 from merge_stream.storage.local import LocalSource
 from merge_stream.units import counted, format_bytes, format_duration
@@ -83,7 +84,7 @@ class Forecast:
             f"  reads       {format_bytes(self.read_nbytes)}",
             f"  peak memory {format_bytes(self.peak_memory)} of {format_bytes(self.allowed_memory)} allowed",
             f"  workers     {self.workers}, with segments of {format_bytes(self.segment_nbytes)}",
-            f"  time        about {format_duration(self.seconds)} (from a short read of the source; rough)",
+            f"  time        {_roughly(self.seconds)} (from a short read of the source; rough)",
             f"  coverage    {self.coverage}",
         ]
         text += [f"  checked     {words}" for words in self.checked]
@@ -116,7 +117,7 @@ def forecast(
     if place is not None:
         _refuse_busy(place)
         state, done = _begun(place, plan, options)
-        check_disk(job, place)
+        preflight(job, place)
     elif moved_only is not None:
         state = "an interrupted run had finished this model: a merge only moves it into place"
         if moved_only != plan.fingerprint:
@@ -144,7 +145,7 @@ def forecast(
         segment_nbytes=job.memory.segment,
         seconds=max(moved, 0) / _read_rate(job),
         fingerprint=plan.fingerprint,
-        coverage=f"all {len(catalog.tensors)} source tensors are tiled by their shards; all outputs by their sources",
+        coverage=f"shards tile {counted(len(catalog.tensors), 'source tensor')} exactly, and these every output",
         dropped=plan.dropped,
         ignored=dict(catalog.ignored),
         warnings=job.warnings,
@@ -152,6 +153,10 @@ def forecast(
         source_checksums=job.checksums.as_json() if job.checksums is not None else None,
         checked=(job.checksums.text,) if job.checksums is not None else (),
     )
+
+
+def _roughly(seconds: float) -> str:
+    return f"about {format_duration(seconds)}" if seconds >= 1 else "under a second"
 
 
 def _refuse_busy(place: OutputPlace) -> None:

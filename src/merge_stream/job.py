@@ -7,8 +7,6 @@ checks of the target that need them.
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -27,11 +25,10 @@ from merge_stream.engine.fold import fold_bytes
 from merge_stream.engine.memory import MemoryPlan, metadata_ahead, plan_memory
 from merge_stream.engine.probe import Prober
 from merge_stream.engine.stored_checksums import ChecksumFindings
-from merge_stream.errors import CorruptCheckpointError, DiskSpaceError, MergeStreamError
+from merge_stream.errors import CorruptCheckpointError
 from merge_stream.options import MergeOptions
 from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder, find_model_folder
-from merge_stream.output.place import OutputPlace
 from merge_stream.planning.naming import Named, name_parameters
 from merge_stream.planning.plan import Plan
 from merge_stream.planning.planner import Resolved
@@ -42,7 +39,7 @@ from merge_stream.tensors.parameter import Mapping
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import counted, format_bytes
 
-__all__ = ["Job", "card_facts", "check_disk", "make_plan", "memory_for"]
+__all__ = ["Job", "card_facts", "make_plan", "memory_for"]
 
 
 @dataclass(slots=True)
@@ -260,29 +257,3 @@ def card_facts(job: Job) -> CardFacts | None:
         base_readme=folder.base_readme,
         adapter_only=not model,
     )
-
-
-def check_disk(job: Job, place: OutputPlace) -> None:
-    """Refuse before the first byte when the disk has no room for what is still to be written."""
-    parent = place.out if place.inside else os.path.dirname(place.out)
-    while not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
-    if not os.path.isdir(parent):
-        msg = f"{parent} is a file, so {place.out} cannot be made below it"
-        raise MergeStreamError(msg, hint="choose another OUT")
-    usage = shutil.disk_usage(parent)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        msg = f"{parent} is not writable for this user"
-        raise MergeStreamError(msg, hint="choose an OUT on a disk you may write to")
-    there = 0
-    for output in job.plan.outputs:
-        path = os.path.join(place.model_dir, output.name)
-        if os.path.exists(path):
-            there += os.stat(path).st_blocks * 512
-    needed = job.plan.write_nbytes + job.folder.side_files.nbytes - there
-    if needed > usage.free:
-        msg = f"{parent} has {format_bytes(usage.free)} free, the output needs {format_bytes(needed)}"
-        fewer = (
-            ", or write fewer bytes (--dtype bf16)" if any(p.dtype.itemsize > 2 for p in job.plan.parameters) else ""
-        )
-        raise DiskSpaceError(msg, hint=f"free some space, or choose another disk{fewer}")
