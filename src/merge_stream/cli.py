@@ -269,10 +269,10 @@ def verify(out: str, against: tuple[str, ...], atol: float, rtol: float, **given
 
 
 @app.command(short_help="verl's spelling of verify.")
+@opt.verl("--backend", "--local-dir", "--test-hf-dir", "--hf-model-path", "--trust-remote-code")
 @opt.opening
 @opt.memory
 @opt.lora
-@opt.verl("--backend", "--local-dir", "--test-hf-dir", "--hf-model-path", "--trust-remote-code")
 @click.option("--private", is_flag=True, hidden=True)
 @click.option(
     "--base-model", type=opt.WORDS, metavar="DIR", help="Folder with config.json for a checkpoint that has none."
@@ -282,7 +282,7 @@ def test(**given: Any) -> None:  # noqa: ANN401
     """Compare a checkpoint with a model, in verl's words.
 
     test --backend fsdp --local_dir CKPT --test_hf_dir REF does what `verify REF --against
-    CKPT` does.
+    CKPT` does. All options may be written with _ or with -.
     """
     verl, remarks = opt.verl_options(given)
     if verl.local_dir is None or verl.test_hf_dir is None:

@@ -173,13 +173,13 @@ hub = _all(
     click.option("--commit-message", type=WORDS, metavar="TEXT", help="Message of the commit on the Hub."),
 )
 
-_VERL: tuple[tuple[str, str], ...] = (
-    ("--backend", "fsdp; Megatron's checkpoints are refused."),
-    ("--local-dir", "The checkpoint, CKPT."),
-    ("--target-dir", "OUT; default: tmp."),
-    ("--test-hf-dir", "The model to compare with, REF."),
-    ("--hf-upload-path", "Repository of the Hub to upload to."),
-    ("--hf-model-path", "No effect: config and tokenizer are those beside the shards, or of --base-model."),
+_VERL: tuple[tuple[str, str, str], ...] = (
+    ("--backend", "NAME", "fsdp; Megatron's checkpoints are refused."),
+    ("--local-dir", "CKPT", "The checkpoint."),
+    ("--target-dir", "OUT", "The model folder to be; default: tmp."),
+    ("--test-hf-dir", "REF", "The model to compare with."),
+    ("--hf-upload-path", "REPO", "Repository of the Hub to upload to."),
+    ("--hf-model-path", "DIR", "No effect: config and tokenizer are those beside the shards, or of --base-model."),
 )
 _VERL_FLAGS = ("--use-cpu-initialization", "--tie-word-embedding", "--is-value-model", "--trust-remote-code")
 
@@ -187,7 +187,10 @@ _VERL_FLAGS = ("--use-cpu-initialization", "--tie-word-embedding", "--is-value-m
 def verl(*shown: str) -> Callable[[F], F]:
     """Options of verl, with `-` for `_`; only those named are in the help."""
     return _all(
-        *(click.option(name, type=WORDS, help=told, hidden=name not in shown) for name, told in _VERL),
+        *(
+            click.option(name, type=WORDS, metavar=metavar, help=told, hidden=name not in shown)
+            for name, metavar, told in _VERL
+        ),
         *(
             click.option(name, is_flag=True, help="No effect; accepted for verl's scripts.", hidden=name not in shown)
             for name in _VERL_FLAGS

@@ -49,6 +49,12 @@ class TestHelp:
             assert re.search(rf"^  .*{option}\b", ended.out, re.MULTILINE), option
         assert "local-dir" not in ended.out, "verl's spellings are not advertised"
 
+    def test_verls_own_command_shows_verls_options(self) -> None:
+        ended = tool("test", "--help")
+        for option in ("--backend NAME", "--local-dir CKPT", "--test-hf-dir REF", "--trust-remote-code"):
+            assert re.search(rf"^  {option}\b", ended.out, re.MULTILINE), option
+        assert "--target-dir" not in ended.out
+
     def test_without_arguments_the_help_is_shown(self) -> None:
         ended = tool()
         assert ended.code == 2
