@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from merge_stream.api import Job, check_disk, make_plan
+from merge_stream.api import Job, make_plan
 from merge_stream.engine.events import Observer
 from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.journal import read_journal
@@ -22,6 +22,7 @@ from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import beside_the_weights
 from merge_stream.output.place import OutputPlace, choose_place, interrupted_commit
 from merge_stream.planning.plan import Plan
+from merge_stream.preflight import preflight
 from merge_stream.report import names_told
 from merge_stream.storage.local import LocalSource
 from merge_stream.units import counted, format_bytes, format_duration
@@ -116,7 +117,7 @@ def forecast(
     if place is not None:
         _refuse_busy(place)
         state, done = _begun(place, plan, options)
-        check_disk(job, place)
+        preflight(job, place)
     elif moved_only is not None:
         state = "an interrupted run had finished this model: a merge only moves it into place"
         if moved_only != plan.fingerprint:
