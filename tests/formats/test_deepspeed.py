@@ -60,7 +60,9 @@ def test_real_checkpoints_give_the_trainers_own_weights(case: Path, run: dict[st
         assert content(tmp_path / "out" / folder) == content(case / name)
 
 
-@pytest.mark.parametrize("case", [c for c in REAL if c.name.startswith("z2_") and "lora" not in c.name], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in REAL if c.name.startswith("z2_") and "lora" not in c.name], ids=lambda c: c.name
+)
 def test_a_16_bit_output_reads_the_16_bit_weights(
     case: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
