@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench import measure
+from bench import measure, read_ways
+from bench.read_ways import WAYS
 from bench.shapes import SHAPES, model_of
 from bench.synthetic import Layout, Synthetic, as_rank, main, make_checkpoint
+from bench.tables import replace_between_markers
 from bench.values import Values
 
 RANKS = 4
@@ -196,6 +198,33 @@ def test_interleave_runs_each_contender_in_each_round(tmp_path: pathlib.Path) ->
     runs = measure.interleave(ways, rounds=2, inputs=[tmp_path], cold=True)
     assert {k: [r.stdout for r in v] for k, v in runs.items()} == {k: [f"{k}\n"] * 2 for k in "abc"}
     assert sorted(prepared[:3]) == sorted(prepared[3:]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_reading_reads_every_byte_behind_the_header(
+    way: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = (9_000_001, 5_000, 30_000_000)
+    for number, nbytes in enumerate(sizes):
+        (tmp_path / str(number)).write_bytes(b"x" * nbytes)
+    try:
+        assert read_ways.main([way, str(tmp_path)]) == 0
+    except OSError as error:
+        pytest.skip(f"{way}: {error}")
+    assert int(capsys.readouterr().out) == sum(sizes) - 3 * 704
+
+
+def test_tables_of_two_writers_stand_in_one_page(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n")
+    for text in ("one", "two"):
+        for writer in ("bench.compare", "bench.io"):
+            replace_between_markers(page, f"{text} of {writer}", writer=writer)
+    wanted = "# Title\n\n" + "\n".join(
+        f"<!-- {writer} writes from here -->\n\ntwo of {writer}\n<!-- to here -->\n"
+        for writer in ("bench.compare", "bench.io")
+    )
+    assert page.read_text() == wanted
 
 
 def test_layouts_are_all_tested() -> None:
