@@ -33,6 +33,7 @@ LAYERS = (
         "console",
         "forecast",
         "inspection",
+        "memory_files",
         "vocabulary",
         "preflight",
         "verl_spelling",

@@ -23,10 +23,12 @@ from merge_stream.engine.executor import Executed, StopFlag
 from merge_stream.engine.executor import execute as run_plan
 from merge_stream.engine.file_checksums import crc32c_of_outputs, sha256_of_files
 from merge_stream.engine.governor import Governor
+from merge_stream.engine.limits import flush_window
 from merge_stream.engine.memory import MemoryPlan, peak_rss
 from merge_stream.engine.staging import DirectStaging
 from merge_stream.errors import SourceChangedError, VerificationError
 from merge_stream.job import Job, card_facts, make_plan, memory_for
+from merge_stream.memory_files import remarks_on_memory_files
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import beside_the_weights, finish_folder
@@ -93,14 +95,17 @@ def execute(
     )
     preflight(job, place)
     memory = memory_for(job.options, job.named)
+    for text in remarks_on_memory_files(place, job.plan, memory):
+        job.warnings.append(text)
+        observer(Warned(text))
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
-    staging = DirectStaging(place.work, job.plan, restart=job.options.restart)
+    staging = DirectStaging(place.work, job.plan, restart=job.options.restart, flush_bytes=flush_window())
     source = LocalSource(job.options.io, window_bytes=memory.segment)
     try:
         if staging.resumed:
             observer(Noted(f"continuing the run that began in {place.work}"))
         observer(Phase("merging", job.plan.write_nbytes - sum(len(o.header) for o in job.plan.outputs)))
-        with Governor(budget, allowed=memory.allowed) as governor:
+        with Governor(budget, memory, observer) as governor:
             executed = run_plan(
                 job.plan,
                 staging,
@@ -173,7 +178,10 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
             "reserved": memory.reserved,
             "peak": peak_rss(),
             "parked": staged.governor.parked,
+            "parked_milliseconds": round(staged.governor.parked_seconds * 1000),
         },
+        memory_bound=memory.bound,
+        memory_pressure=staged.governor.text,
         timeline=[(s.seconds, s.rss, s.slabs) for s in staged.governor.samples],
         verified=verified,
         warnings=job.warnings,

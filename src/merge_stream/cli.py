@@ -294,8 +294,8 @@ def test(**given: Any) -> None:  # noqa: ANN401
 def _verify(  # noqa: PLR0917 - one call's facts
     out: str, against: list[str], atol: float, rtol: float, given: dict[str, Any], remarks: Sequence[str] = ()
 ) -> None:
-    max_mem = opt.memory_bound(given)
-    with running(given, max_mem) as (console, stop):
+    bound = opt.memory_bound(given)
+    with running(given, bound.nbytes) as (console, stop):
         from merge_stream.api import verify as do_verify
         from merge_stream.engine.compare import Tolerance
 
@@ -304,7 +304,8 @@ def _verify(  # noqa: PLR0917 - one call's facts
         verdict = do_verify(
             out,
             against,
-            max_mem=max_mem,
+            max_mem=bound.nbytes,
+            max_mem_origin=bound.words,
             workers=given["workers"],
             io=given["io"],
             tolerance=Tolerance(atol, rtol),

@@ -9,10 +9,11 @@ import click
 
 from merge_stream.errors import UsageError
 from merge_stream.options import LoraChoice, MergeOptions, OpenOptions
-from merge_stream.units import format_bytes, parse_bytes, parse_memory
+from merge_stream.units import format_bytes, parse_bytes
 from merge_stream.verl_spelling import VerlOptions, explain_and_check
 
 if TYPE_CHECKING:
+    from merge_stream.engine.limits import Bound
     from merge_stream.output.hub import PushTarget
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., object])
-_DEFAULT_SHARE = 0.5
 
 
 class _Words(click.types.StringParamType):
@@ -213,21 +213,19 @@ def open_options(given: Mapping[str, Any]) -> OpenOptions:
     )
 
 
-def memory_bound(given: Mapping[str, Any]) -> int:
-    """`--max-mem` in bytes; never above the memory there is."""
-    from merge_stream.engine.memory import available_limit
+def memory_bound(given: Mapping[str, Any]) -> Bound:
+    """`--max-mem`, or its default; never above the memory there is."""
+    from merge_stream.engine.limits import bound_for
 
-    limit, which = available_limit()
-    if given["max_mem"] is None:
-        return int(limit * _DEFAULT_SHARE)
-    bound = parse_memory(given["max_mem"], total=limit)
-    if bound > limit and not given["quiet"]:
-        click.echo(f"note: --max-mem is above {which}, {format_bytes(limit)}, which is used instead", err=True)
-    return min(bound, limit)
+    bound = bound_for(given["max_mem"])
+    if bound.note and not given["quiet"]:
+        click.echo(f"note: {bound.note} ({format_bytes(bound.nbytes)})", err=True)
+    return bound
 
 
 def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "bf16"]) -> MergeOptions:
     """What to write."""
+    bound = memory_bound(given)
     return MergeOptions(
         dtype=given["dtype"] or default_dtype,
         layout=given["layout"],
@@ -244,7 +242,8 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         sha256=given.get("sha256", False),
         overwrite=given["overwrite"],
         restart=given["restart"],
-        max_mem=memory_bound(given),
+        max_mem=bound.nbytes,
+        max_mem_origin=bound.words,
         workers=given["workers"],
         io=given["io"],
     )

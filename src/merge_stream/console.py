@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
-from merge_stream.engine.events import Noted, Phase, Progress, Warned
+from merge_stream.engine.events import Event, Noted, Parked, Phase, Progress, Warned
 from merge_stream.engine.memory import resident
 from merge_stream.units import format_bytes, format_duration, printable
 
@@ -37,6 +37,7 @@ class Console:
         self._done = 0
         self._fresh = 0
         self._began = self._told = time.monotonic()
+        self._parked = ""
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._fancy = not quiet and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -49,13 +50,15 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self._stop_bar()
 
-    def __call__(self, event: Noted | Phase | Progress | Warned) -> None:
+    def __call__(self, event: Event) -> None:
         """Show an event."""
         with self._lock:
             if isinstance(event, Noted):
                 self.line(f"note: {event.text}")
             elif isinstance(event, Warned):
                 self.line(f"warning: {event.text}")
+            elif isinstance(event, Parked):
+                self._park(event)
             elif isinstance(event, Phase):
                 self._begin(event)
             else:
@@ -70,6 +73,12 @@ class Console:
             else:
                 sys.stderr.write(text + "\n")
                 sys.stderr.flush()
+
+    def _park(self, event: Parked) -> None:
+        if not self._parked:
+            self.line(f"note: {event.why} is short of memory: slabs are parked until that is over")
+        idle = event.slots - event.slabs
+        self._parked = f", {idle} of {event.slots} slabs parked ({event.why} is short of memory)" if idle else ""
 
     def _begin(self, phase: Phase) -> None:
         self._stop_bar()
@@ -100,7 +109,7 @@ class Console:
         rate = self._fresh / seconds
         left = (self._phase.total - self._done) / rate if rate else 0.0
         memory = f"memory {format_bytes(resident())} of {format_bytes(self._allowed)}"
-        return f"{format_bytes(rate)}/s, {format_duration(left)} left, {memory}"
+        return f"{format_bytes(rate)}/s, {format_duration(left)} left, {memory}{self._parked}"
 
     def _start_bar(self) -> None:
         from rich.console import Console as RichConsole

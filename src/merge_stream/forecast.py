@@ -17,6 +17,7 @@ from merge_stream.engine.journal import read_journal
 from merge_stream.engine.staging import belongs_to
 from merge_stream.errors import OutputBusyError
 from merge_stream.job import card_facts
+from merge_stream.memory_files import remarks_on_memory_files
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import beside_the_weights
@@ -54,6 +55,7 @@ class Forecast:
     disk_free: int
     peak_memory: int
     allowed_memory: int
+    memory_bound: str
     workers: int
     segment_nbytes: int
     seconds: float
@@ -82,7 +84,10 @@ class Forecast:
             f"  disk        {format_bytes(self.disk_free)} free where OUT goes",
             f"  side files  {', '.join(self.side_files) or 'none'}",
             f"  reads       {format_bytes(self.read_nbytes)}",
-            f"  peak memory {format_bytes(self.peak_memory)} of {format_bytes(self.allowed_memory)} allowed",
+            (
+                f"  peak memory {format_bytes(self.peak_memory)} of {format_bytes(self.allowed_memory)} allowed "
+                f"({self.memory_bound})"
+            ),
             f"  workers     {self.workers}, with segments of {format_bytes(self.segment_nbytes)}",
             f"  time        {_roughly(self.seconds)} (from a short read of the source; rough)",
             f"  coverage    {self.coverage}",
@@ -118,6 +123,7 @@ def forecast(
         _refuse_busy(place)
         state, done = _begun(place, plan, options)
         preflight(job, place)
+        job.warnings += remarks_on_memory_files(place, plan, job.memory)
     elif moved_only is not None:
         state = "an interrupted run had finished this model: a merge only moves it into place"
         if moved_only != plan.fingerprint:
@@ -141,6 +147,7 @@ def forecast(
         disk_free=shutil.disk_usage(target).free,
         peak_memory=job.memory.projected,
         allowed_memory=job.memory.allowed,
+        memory_bound=job.memory.bound,
         workers=job.memory.workers,
         segment_nbytes=job.memory.segment,
         seconds=max(moved, 0) / _read_rate(job),

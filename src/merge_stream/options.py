@@ -55,6 +55,7 @@ class MergeOptions:
     materialize_tied  write the output head although it is tied to the embedding
     max_shard_size  largest output file in bytes of tensor data (a larger tensor stands alone)
     max_mem         bound of the whole process in bytes
+    max_mem_origin  whose limit that is, in words ("--max-mem", "half of the host's memory")
     workers         threads, or None for the number of cores
     io              how source bytes are read: "pread", "mmap", or "auto" for what measured best; the
                     bytes are the same, so another one may continue a run
@@ -76,5 +77,6 @@ class MergeOptions:
     overwrite: bool = False
     restart: bool = False
     max_mem: int = 8_000_000_000
+    max_mem_origin: str = "--max-mem"
     workers: int | None = None
     io: IoName = "auto"

@@ -25,7 +25,8 @@ class Report:
 
     `io` holds the bytes of sources by how the workers read them: "pread", "mmap".
     `verified` lists in words what was checked; `memory` holds bytes: allowed, projected,
-    reserved and peak of the whole process; `timeline` samples of resident memory. `checksums`
+    reserved and peak of the whole process; `memory_bound` says whose limit "allowed" is,
+    `memory_pressure` what the governor did (empty: nothing); `timeline` samples of resident memory. `checksums`
     maps each weight file to its "crc32c" and, where asked for, "sha256", in hex;
     `source_checksums` counts what `--check-crc` compared (None without it).
     """
@@ -47,6 +48,8 @@ class Report:
     workers: int = 0
     segment_nbytes: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
+    memory_bound: str = "--max-mem"
+    memory_pressure: str = ""
     timeline: Sequence[tuple[float, int, int]] = ()
     verified: Sequence[str] = ()
     warnings: Sequence[str] = ()
@@ -77,9 +80,11 @@ class Report:
                 f"  read {format_bytes(self.read_nbytes)}{ways}, wrote {format_bytes(self.written_nbytes)}{before} "
                 f"in {format_duration(self.seconds)} ({format_bytes(rate)}/s)"
             ),
-            f"  peak memory {peak}, projected {projected}, allowed {allowed}",
+            f"  peak memory {peak}, projected {projected}, allowed {allowed} ({self.memory_bound})",
             "  verified: " + "; ".join(self.verified),
         ]
+        if self.memory_pressure:
+            text.append(f"  {self.memory_pressure}")
         text += self._checksum_lines()
         if self.dropped:
             text += [f"  left out {name}: {why}" for name, why in self.dropped.items()]

@@ -323,7 +323,7 @@ def faulty(staging: DirectStaging, on: str, fail_at: int, error: Callable[[], Ba
 @pytest.fixture
 def small_flushes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "_FLUSH_BYTES", 3 * SEGMENT)
-    monkeypatch.setattr(module, "_MOST_UNSYNCED", 6 * SEGMENT)
+    monkeypatch.setattr(module, "_MOST_WINDOWS", 2)
     return iter(())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Noted", "Observer", "Phase", "Progress", "Silent", "Warned"]
+__all__ = ["Event", "Noted", "Observer", "Parked", "Phase", "Progress", "Silent", "Warned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,22 @@ class Warned:
     text: str
 
 
-class Observer(Protocol):
-    """Receives events, one at a time, possibly from worker threads; must return quickly."""
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Memory is short: `slabs` of `slots` may be in use now, all again when that is over; `why` says who is short."""
 
-    def __call__(self, event: Noted | Phase | Progress | Warned) -> None:
+    slabs: int
+    slots: int
+    why: str
+
+
+Event = Noted | Parked | Phase | Progress | Warned
+
+
+class Observer(Protocol):
+    """Receives events, possibly from several threads; must return quickly."""
+
+    def __call__(self, event: Event) -> None:
         """Take note of `event`."""
         ...
 
@@ -49,5 +61,5 @@ class Observer(Protocol):
 class Silent:
     """An observer that ignores everything."""
 
-    def __call__(self, event: Noted | Phase | Progress | Warned) -> None:
+    def __call__(self, event: Event) -> None:
         """Ignore `event`."""

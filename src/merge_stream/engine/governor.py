@@ -1,8 +1,9 @@
 """The governor: watches memory and lowers the number of slabs in use under pressure.
 
 A safety net and a source of numbers, never the guarantee: the bound is the budget's. It
-parks slabs when the process comes near its bound or the machine runs out of memory, and
-gives them back when the pressure is gone. It never ends a run: one slab stays in use.
+parks slabs when the process passes what was projected or when machine or container run out
+of memory, tells it, and gives them back when the pressure is gone. It never ends a run,
+whoever takes the memory: one slab stays in use.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import Self
 import psutil
 
 from merge_stream.engine.budget import MemoryBudget
+from merge_stream.engine.events import Observer, Parked
+from merge_stream.engine.limits import available_limit, free_memory
+from merge_stream.engine.memory import MemoryPlan
+from merge_stream.units import format_duration
 
 __all__ = ["Governor", "MemorySample"]
 
@@ -33,17 +38,26 @@ class MemorySample:
 
 
 class Governor:
-    """Samples memory in a thread of its own while the `with` block runs."""
+    """Samples memory in a thread of its own while the `with` block runs.
 
-    def __init__(self, budget: MemoryBudget, *, allowed: int) -> None:
+    `parked` counts how often a slab was parked, `parked_seconds` for how long any was, `fewest`
+    is the lowest number of slabs in use; `why` says who was short of memory.
+    """
+
+    def __init__(self, budget: MemoryBudget, memory: MemoryPlan, observer: Observer) -> None:
         self._budget = budget
-        self._allowed = allowed
+        self._most = max(memory.projected, int(memory.allowed * _NEAR))
+        self._scarce = int(available_limit().nbytes * _SCARCE_SHARE)
+        self._observer = observer
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="governor", daemon=True)
         self._process = psutil.Process()
         self.samples: list[MemorySample] = []
         self.peak = 0
         self.parked = 0
+        self.parked_seconds = 0.0
+        self.fewest = budget.slots
+        self.why = ""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -52,11 +66,22 @@ class Governor:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
+        self._budget.allow(self._budget.slots)  # what comes after the block is watched by nobody
+
+    @property
+    def text(self) -> str:
+        """What happened, in words; empty when nothing did."""
+        if not self.parked:
+            return ""
+        fewest = f"{self.fewest} of {self._budget.slots} slabs in use at the least"
+        return f"{self.why} was short of memory for {format_duration(self.parked_seconds)}: {fewest}"
 
     def _watch(self) -> None:
         seconds, every = 0.0, _EVERY_SECONDS
         while True:
             self._sample(seconds)
+            if self._budget.allowed < self._budget.slots:
+                self.parked_seconds += every
             if self._end.wait(every):
                 return
             seconds += every
@@ -66,14 +91,16 @@ class Governor:
 
     def _sample(self, seconds: float) -> None:
         rss = int(self._process.memory_info().rss)
-        machine = psutil.virtual_memory()
-        scarce = machine.available < machine.total * _SCARCE_SHARE
+        free = free_memory()
         before = self._budget.allowed
-        if rss > self._allowed * _NEAR or scarce:
-            self._budget.allow(before - 1)
-        elif before < self._budget.slots:
-            self._budget.allow(before + 1)
-        if self._budget.allowed < before:
+        why = "this process" if rss > self._most else free.words if free.nbytes < self._scarce else ""
+        self._budget.allow(before - 1 if why else before + 1)
+        now = self._budget.allowed
+        if now < before:
             self.parked += 1
+            self.fewest = min(self.fewest, now)
+            self.why = why
+        if now != before:
+            self._observer(Parked(now, self._budget.slots, why or self.why))
         self.peak = max(self.peak, rss)
-        self.samples.append(MemorySample(seconds, rss, self._budget.allowed))
+        self.samples.append(MemorySample(seconds, rss, now))

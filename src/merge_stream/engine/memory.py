@@ -1,13 +1,14 @@
 """How much memory this process may use, does use, and will use.
 
-The limit is the smallest of the host's memory, every cgroup ancestor's limit (v1 and v2;
-psutil reports the host alone) and `--max-mem`. The projection is made before the run:
+What it may use is `--max-mem` or, without it, a share of what there is (`engine.limits`). The
+projection is made before the run:
 
     projected = max(peak so far, resident now + workers * (slab + window) + headroom + ahead)
 
 `window` is what a worker may have mapped of a source file (`--io mmap`; else nothing).
 `ahead` is what metadata will still take: each tensor costs when its place is planned, when
-the written headers are read back, and when a whole model is opened for a comparison.
+the written headers are read back, and when a whole model is opened for a comparison. Where the
+address space is limited (`ulimit -v`), slabs, windows and the stacks of threads must fit in that too.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import psutil
 
 from merge_stream.engine.assembler import slab_bytes
 from merge_stream.engine.fold import FoldBytes
+from merge_stream.engine.limits import address_room
 from merge_stream.errors import MemoryLimitTooSmallError
 from merge_stream.options import IoName
 from merge_stream.storage.mapped import window_room
 from merge_stream.units import format_bytes
 
-__all__ = ["MemoryPlan", "available_limit", "metadata_ahead", "peak_rss", "plan_memory", "resident"]
+__all__ = ["MemoryPlan", "metadata_ahead", "peak_rss", "plan_memory", "resident"]
 
 _HEADROOM = 12 << 20
 # Bytes a tensor, measured with 12 000 and 46 000 tensors (names of 50 characters), rounded up.
@@ -33,7 +35,8 @@ _TO_FINISH = 1600
 _TO_COMPARE = 1200
 _SEGMENTS = (4 << 20, 2 << 20, 1 << 20, 512 << 10, 256 << 10, 64 << 10)
 _WORKERS_LIMIT = 16
-_NO_LIMIT = 1 << 60
+_STACK = 9 << 20  # of a thread, in a limited address space
+_OTHER_THREADS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class MemoryPlan:
     """The bound of a run in bytes: `workers` slabs of `slab` bytes, segments of `segment` bytes.
 
     `reserved` is what is resident before any slab is touched, `projected` the highest
-    value the run will reach, `allowed` the bound it was fitted in.
+    value the run will reach, `allowed` the bound it was fitted in, `bound` whose limit that is.
     """
 
     workers: int
@@ -50,6 +53,7 @@ class MemoryPlan:
     reserved: int
     projected: int
     allowed: int
+    bound: str
 
 
 def metadata_ahead(*, planned: int = 0, finished: int = 0, compared: int = 0) -> int:
@@ -65,16 +69,19 @@ def plan_memory(
     fold: FoldBytes | None = None,
     ahead: int = 0,
     io: IoName = "auto",
+    bound: str = "--max-mem",
 ) -> MemoryPlan:
     """Fit workers and segments in `allowed` bytes; MemoryLimitTooSmallError names the smallest value that works.
 
     `fold` is what folding a LoRA takes beside the tile (`engine.fold.fold_bytes`): more than the least
     only where room is left. `ahead` is what metadata will still take (see `metadata_ahead`).
-    With `io` "mmap" each worker maps a window of a segment's size beside its slab.
+    With `io` "mmap" each worker maps a window of a segment's size beside its slab. `bound` says in words
+    where `allowed` comes from.
     """
     fold = fold or FoldBytes()
     reserved, peak = resident(), peak_rss()
     fixed = reserved + _HEADROOM + ahead
+    room = address_room()
     wanted = min(workers or _cores(), _WORKERS_LIMIT)
     for segment in _SEGMENTS:
         for count in sorted({wanted, max(wanted // 2, 1), 1}, reverse=True):
@@ -82,16 +89,37 @@ def plan_memory(
                 continue  # two workers with smaller segments overlap reading and writing; one cannot
             slab = slab_bytes(segment, compare=compare, fold_bytes=fold.least)
             window = window_room(segment) if io == "mmap" else 0
-            if max(peak, fixed + count * (slab + window)) <= allowed:
+            mapped = _HEADROOM + ahead + count * (slab + window + _STACK) + _OTHER_THREADS * _STACK
+            if max(peak, fixed + count * (slab + window)) <= allowed and (room is None or mapped <= room):
                 slab += min(fold.most - fold.least, (allowed - fixed) // count - slab - window)
                 projected = max(peak, fixed + count * (slab + window))
-                return MemoryPlan(count, segment, slab, reserved, projected, allowed)
+                return MemoryPlan(count, segment, slab, reserved, projected, allowed, bound)
     window = window_room(_SEGMENTS[-1]) if io == "mmap" else 0
-    least = max(peak, fixed + slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=fold.least) + window)
+    slab = slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=fold.least)
+    least = max(peak, fixed + slab + window)
+    mapped = _HEADROOM + ahead + slab + window + (1 + _OTHER_THREADS) * _STACK
+    if room is not None and mapped > room:
+        missing = -(-(mapped - room) // 1_000_000) + 1
+        msg = f"the address space of this process has {format_bytes(room)} left (ulimit -v, ulimit -d)"
+        msg += f"; the smallest plan needs {format_bytes(mapped)}"
+        raise MemoryLimitTooSmallError(msg, hint=f"raise these limits by {missing} MB or more, or lift them")
     rounded = -(-least // 1_000_000) + 4
-    msg = f"--max-mem {format_bytes(allowed)} is too small: the smallest plan needs {format_bytes(least)}"
+    msg = f"{_words(bound, allowed)} is too small: the smallest plan needs {format_bytes(least)}"
     msg += f" ({format_bytes(max(peak, reserved + ahead))} of it are Python, its packages and the plan)"
-    raise MemoryLimitTooSmallError(msg, hint=f"give --max-mem {rounded}M or more")
+    raise MemoryLimitTooSmallError(msg, hint=_hint(bound, rounded))
+
+
+def _words(bound: str, allowed: int) -> str:
+    """The bound in a sentence, with its size."""
+    if bound.startswith("--max-mem"):
+        return f"--max-mem {format_bytes(allowed)}"
+    return f"the bound of {format_bytes(allowed)} ({bound})"
+
+
+def _hint(bound: str, megabytes: int) -> str:
+    if bound.startswith(("--max-mem", "half of")):
+        return f"give --max-mem {megabytes}M or more"
+    return f"{bound} must be {megabytes} MB or more"
 
 
 def resident() -> int:
@@ -109,44 +137,6 @@ def peak_rss() -> int:
     except OSError:
         pass
     return resident()
-
-
-def available_limit() -> tuple[int, str]:
-    """(bytes, which limit it is): the host's memory or the tightest cgroup of this process."""
-    limits = [(int(psutil.virtual_memory().total), "the host's memory")]
-    for path in _cgroup_files():
-        try:
-            with open(path, encoding="ascii") as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdecimal() and int(text) < _NO_LIMIT:
-            limits.append((int(text), f"the container's limit ({path})"))
-    return min(limits)
-
-
-def _cgroup_files() -> list[str]:
-    """Limit files of this process's cgroups and all their ancestors, v1 and v2."""
-    try:
-        with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
-            lines = [line.strip().split(":", 2) for line in file if line.count(":") >= 2]
-    except OSError:
-        return []
-    files = []
-    for _, controllers, path in lines:
-        if controllers == "":
-            root, names = "/sys/fs/cgroup", ["memory.max", "memory.high"]
-        elif "memory" in controllers.split(","):
-            root, names = "/sys/fs/cgroup/memory", ["memory.limit_in_bytes"]
-        else:
-            continue
-        folder = path.strip("/")
-        while True:
-            files += [os.path.join(root, folder, name) for name in names]
-            if not folder:
-                break
-            folder = os.path.dirname(folder)
-    return files
 
 
 def _cores() -> int:

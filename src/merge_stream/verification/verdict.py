@@ -124,6 +124,7 @@ def verify(
     against: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     max_mem: int = 8_000_000_000,
+    max_mem_origin: str = "--max-mem",
     workers: int | None = None,
     tolerance: Tolerance | None = None,
     opening: OpenOptions | None = None,
@@ -155,7 +156,7 @@ def verify(
         check_shards(catalog, catalog.tensors)
     named = _named(model, reference, base_model, lora, verdict)
     fold = fold_bytes(named.folds if named is not None else ())
-    memory = plan_memory(max_mem, workers=workers, compare=True, fold=fold, io=io)
+    memory = plan_memory(max_mem, workers=workers, compare=True, fold=fold, io=io, bound=max_mem_origin)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     encoding = Cast("keep")
     with_source = LocalSource(io, window_bytes=memory.segment)
