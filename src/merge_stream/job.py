@@ -91,6 +91,7 @@ def make_plan(
         fold=fold_bytes(named.folds),
         ahead=_ahead(options, named) + metadata_ahead(planned=len(resolved)),
         io=options.io,
+        bound=options.max_mem_origin,
     )
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     warnings: list[str] = []
@@ -143,6 +144,7 @@ def memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
         fold=fold_bytes(named.folds),
         ahead=_ahead(options, named),
         io=options.io,
+        bound=options.max_mem_origin,
     )
 
 

@@ -34,7 +34,7 @@ __all__ = ["DirectStaging", "StagingArea", "belongs_to"]
 
 _PLAN = "plan.json"
 _FLUSH_BYTES = 64 << 20
-_MOST_UNSYNCED = 4 * _FLUSH_BYTES
+_MOST_WINDOWS = 4
 _LARGEST_RECHECK = 16 << 20
 
 
@@ -107,7 +107,8 @@ def _changed_files(plan: Plan, before: list[object]) -> list[str]:
 class DirectStaging:
     """The partial folder `work` of one plan; `resumed` tells that an earlier run had begun it."""
 
-    def __init__(self, work: str, plan: Plan, *, restart: bool) -> None:
+    def __init__(self, work: str, plan: Plan, *, restart: bool, flush_bytes: int | None = None) -> None:
+        self._flush_bytes = flush_bytes or _FLUSH_BYTES
         self.work = work
         self.model_dir = os.path.join(work, "model")
         self._plan = plan
@@ -146,12 +147,14 @@ class DirectStaging:
         )  # now, while the bytes are in the CPU's cache
         self.sink.write_at(self._plan.outputs[output].name, start, data)
         with self._change:
-            self._change.wait_for(lambda: sum(self._unsynced.values()) < _MOST_UNSYNCED or self._failure is not None)
+            self._change.wait_for(
+                lambda: sum(self._unsynced.values()) < _MOST_WINDOWS * self._flush_bytes or self._failure is not None
+            )
             if self._failure is not None:
                 raise self._failure
             self._journal.record([written])
             self._unsynced[output] = self._unsynced.get(output, 0) + len(data)
-            if sum(self._unsynced.values()) >= _FLUSH_BYTES:
+            if sum(self._unsynced.values()) >= self._flush_bytes:
                 self._change.notify_all()
 
     def sync(self) -> None:
@@ -243,7 +246,7 @@ class DirectStaging:
     def _flush(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._closing or sum(self._unsynced.values()) >= _FLUSH_BYTES)
+                self._change.wait_for(lambda: self._closing or sum(self._unsynced.values()) >= self._flush_bytes)
                 if self._closing:
                     return
                 batch, mark = dict(self._unsynced), self._journal.mark
