@@ -24,7 +24,8 @@ __all__ = ["Governor", "MemorySample"]
 
 _EVERY_SECONDS = 0.25
 _NEAR = 0.97
-_SCARCE_SHARE = 0.02
+_SCARCE_SHARE, _MOST_SHARE = 0.02, 0.1
+_LEAST_SCARCE, _MOST_SCARCE = 32 << 20, 1 << 30
 _MOST_SAMPLES = 2000
 
 
@@ -47,7 +48,7 @@ class Governor:
     def __init__(self, budget: MemoryBudget, memory: MemoryPlan, observer: Observer) -> None:
         self._budget = budget
         self._most = max(memory.projected, int(memory.allowed * _NEAR))
-        self._scarce = int(available_limit().nbytes * _SCARCE_SHARE)
+        self._scarce = _scarce(available_limit().nbytes)
         self._observer = observer
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="governor", daemon=True)
@@ -104,3 +105,8 @@ class Governor:
             self._observer(Parked(now, self._budget.slots, why or self.why))
         self.peak = max(self.peak, rss)
         self.samples.append(MemorySample(seconds, rss, now))
+
+
+def _scarce(total: int) -> int:
+    """Free bytes below which memory is short: 2 %, at least 32 MiB (a tenth of a small container), at most 1 GiB."""
+    return int(min(max(total * _SCARCE_SHARE, _LEAST_SCARCE), total * _MOST_SHARE, _MOST_SCARCE))
