@@ -84,4 +84,4 @@ def describe(catalog: Catalog, *, every_tensor: bool) -> Description:
 
 def _lora_facts(catalog: Catalog) -> dict[str, str | int]:
     count = sum(".lora_" in name for name in catalog.tensors)
-    return {"LoRA": f"{count} tensors of adapters; a merge folds them (--lora)"} if count else {}
+    return {"LoRA": f"{counted(count, 'tensor')} of adapters; a merge folds them (--lora)"} if count else {}

@@ -25,6 +25,7 @@ from merge_stream.errors import UnsupportedError
 from merge_stream.options import LayoutName
 from merge_stream.tensors.parameter import Mapping, Parameter
 from merge_stream.tensors.ref import Catalog
+from merge_stream.units import counted
 
 __all__ = ["MEMBER", "DeepSpeedPipeline"]
 
@@ -54,7 +55,7 @@ class DeepSpeedPipeline:
         source = {new: old for old, new in names.items()}
         tensors = {new: catalog.tensors[old] for new, old in source.items()}
         named = member.parameters(replace(catalog, tensors=tensors, naming="hf"), model, layout)
-        note = f"{len(names)} names of pipeline layers mapped by their order and config.json"
+        note = f"{counted(len(names), 'name')} of pipeline layers mapped by their order and config.json"
         return Named(
             f"{self.name}, {named.architecture}",
             tuple(_from(parameter, source) for parameter in named.parameters),

@@ -43,6 +43,7 @@ from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import DType
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 from merge_stream.tensors.tables import stacked
+from merge_stream.units import counted
 
 __all__ = ["MEMBER", "ColossalAI"]
 
@@ -93,7 +94,7 @@ class ColossalAI:
         indices = [name for name in tree.files if _INDEX.fullmatch(name)]
         if not weights or not (stages or indices):
             return None
-        return Detection(f"{len(weights)} files like {weights[0]}, {(indices or stages)[0]}", rank=25)
+        return Detection(f"{counted(len(weights), 'file')} like {weights[0]}, {(indices or stages)[0]}", rank=25)
 
     def open(self, tree: ByteTree, options: OpenOptions) -> Catalog:  # noqa: ARG002 (nothing to override here)
         """Every tensor that the index names."""
