@@ -36,6 +36,7 @@ LAYERS = (
         "memory_files",
         "vocabulary",
         "preflight",
+        "through_store",
         "verl_spelling",
         "__main__",
         "__init__",

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from merge_stream.engine.budget import MemoryBudget
+from merge_stream.engine.checked_source import CheckedSource
 from merge_stream.engine.events import Noted, Observer, Phase, Silent, Warned
 from merge_stream.engine.executor import Executed, StopFlag
 from merge_stream.engine.executor import execute as run_plan
@@ -83,10 +84,12 @@ def execute(
     inputs: Sequence[str] = (),
     observer: Observer | None = None,
     stop: StopFlag | None = None,
+    area: type[DirectStaging] = DirectStaging,
 ) -> Staged:
     """Write all output bytes into the partial folder of `out`, going on where an earlier run ended.
 
-    The returned `Staged` holds the lock of the partial folder: give it to `finalize`.
+    The returned `Staged` holds the lock of the partial folder: give it to `finalize`. `area` is the kind of
+    staging area.
     """
     observer, stop = observer or Silent(), stop or StopFlag()
     started = time.monotonic()
@@ -94,12 +97,12 @@ def execute(
         out, overwrite=job.options.overwrite, inputs=(*inputs, job.catalog.root, *job.catalog.config_dirs)
     )
     preflight(job, place)
-    memory = memory_for(job.options, job.named)
+    memory = memory_for(job.options, job.named, least_segment=job.least_segment)
     for text in remarks_on_memory_files(place, job.plan, memory):
         job.warnings.append(text)
         observer(Warned(text))
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
-    staging = DirectStaging(place.work, job.plan, restart=job.options.restart, flush_bytes=flush_window())
+    staging = area(place.work, job.plan, restart=job.options.restart, flush_bytes=flush_window())
     source = LocalSource(job.options.io, window_bytes=memory.segment)
     try:
         if staging.resumed:
@@ -109,7 +112,7 @@ def execute(
             executed = run_plan(
                 job.plan,
                 staging,
-                source,
+                CheckedSource(source, job.plan.chunk_sums),
                 job.encoding,
                 budget=budget,
                 segment_bytes=memory.segment,
@@ -209,6 +212,10 @@ def merge(
     options = options or MergeOptions()
     observer = observer or Silent()
     opening = opening or OpenOptions()
+    if options.staging == "zarr":
+        from merge_stream.through_store import merge_through_store
+
+        return merge_through_store(paths, out, options, opening=opening, observer=observer, stop=stop)
     before = _committed_before(paths, out, options, opening=opening, observer=observer, stop=stop)
     if before is not None:
         return before

@@ -1,7 +1,7 @@
 """The command line; the only module that prints results or exits.
 
     merge-stream [merge] CKPT OUT      inspect CKPT      plan CKPT [OUT]      verify OUT --against REF
-    merge-stream check OUT             push OUT REPO
+    merge-stream check OUT             push OUT REPO      stage CKPT STORE      finalize STORE OUT
 
 Results go to stdout, everything else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 3
 mismatch, 4 memory or disk does not suffice, 5 input incomplete or corrupt, 130 interrupted.
@@ -92,6 +92,7 @@ def app() -> None:
     "--push-to-hub", type=opt.WORDS, metavar="REPO", help="Upload OUT to this repository of the Hub; implies --verify."
 )
 @opt.hub
+@opt.staging
 @click.option("--verify", is_flag=True, help="Read the whole output and the source again and compare all values.")
 @click.option("--sha256", is_flag=True, help="Tell the SHA-256 of each weight file, as the Hub does; reads OUT again.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT by the new model once that is whole.")
@@ -160,6 +161,55 @@ def _upload(out: str, target: PushTarget, given: dict[str, Any]) -> Pushed:
 
         console(Phase(f"uploading {out} to {target.repo}"))
         return push(out, target, quiet=given["quiet"])
+
+
+@app.command(short_help="Assemble a checkpoint in a zarr store.")
+@click.argument("paths", nargs=-1, type=opt.WORDS, metavar="CKPT STORE")
+@opt.opening
+@opt.naming
+@opt.both
+@click.option("--restart", is_flag=True, help="Begin anew instead of continuing an interrupted run.")
+@opt.output
+def stage(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
+    """Assemble the checkpoint CKPT in the new zarr store STORE, in its own element types.
+
+    `finalize STORE OUT` then writes models from it, in any --dtype, without the checkpoint.
+    """
+    if len(paths) + bool(given["inputs"]) < 2 or len(paths) > 2 or not paths:
+        msg = f"stage takes two paths, CKPT and STORE; got {counted(len(paths), 'path')}"
+        raise UsageError(msg, hint="merge-stream stage CKPT STORE; further folders of the same checkpoint: --input DIR")
+    sources, store = [*paths[:-1], *given["inputs"]], paths[-1]
+    options = opt.merge_options({**opt.NOT_FOR_STAGE, **given}, default_dtype="keep")
+    with running(given, options.max_mem) as (console, stop):
+        from merge_stream.through_store import stage as do_stage
+
+        with full_disk(store):
+            report = do_stage(sources, store, options, opening=opt.open_options(given), observer=console, stop=stop)
+    show(given, report.as_json(), [*(f"note: {n}" for n in report.notes), *report.lines()])
+
+
+@app.command(short_help="Write a model from a zarr store.")
+@click.argument("store", type=opt.WORDS, metavar="STORE")
+@click.argument("out", type=opt.WORDS, metavar="OUT")
+@opt.writing
+@opt.both
+@click.option("--verify", is_flag=True, help="Read the whole output and the store again and compare all values.")
+@click.option("--sha256", is_flag=True, help="Tell the SHA-256 of each weight file, as the Hub does; reads OUT again.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT by the new model once that is whole.")
+@click.option("--restart", is_flag=True, help="Begin anew instead of continuing an interrupted run.")
+@opt.output
+def finalize(store: str, out: str, **given: Any) -> None:  # noqa: ANN401
+    """Write the Hugging Face folder OUT from STORE, which `stage` made.
+
+    Every chunk is compared with its checksum. Names, ties and LoRA are as they were staged.
+    """
+    options = opt.merge_options({**opt.NOT_FOR_FINALIZE, **given}, default_dtype="keep")
+    with running(given, options.max_mem) as (console, stop):
+        from merge_stream.through_store import finalize_store
+
+        with full_disk(out):
+            report = finalize_store(store, out, options, observer=console, stop=stop)
+    show(given, report.as_json(), [*(f"note: {n}" for n in report.notes), *report.lines()])
 
 
 @app.command(short_help="Upload a finished model to the Hub.")

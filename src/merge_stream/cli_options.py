@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from merge_stream.errors import UsageError
-from merge_stream.options import LoraChoice, MergeOptions, OpenOptions
+from merge_stream.options import LoraChoice, MergeOptions, OpenOptions, StagingName
 from merge_stream.units import format_bytes, parse_bytes
 from merge_stream.verl_spelling import VerlOptions, explain_and_check
 
@@ -17,21 +17,27 @@ if TYPE_CHECKING:
     from merge_stream.output.hub import PushTarget
 
 __all__ = [
+    "NOT_FOR_FINALIZE",
+    "NOT_FOR_STAGE",
     "WORDS",
+    "both",
     "hub",
     "lora",
     "lora_choice",
     "memory",
     "memory_bound",
     "merge_options",
+    "naming",
     "open_options",
     "opening",
     "output",
     "planning",
     "push_target",
     "sources_and_out",
+    "staging",
     "verl",
     "verl_options",
+    "writing",
 ]
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -127,15 +133,12 @@ lora = _all(
     ),
 )
 
-planning = _all(
+naming = _all(
     click.option(
         "--base-model",
         type=WORDS,
         metavar="DIR|ORG/NAME",
         help="Original model, for config.json, tokenizer and names: a folder, or a name on the Hub.",
-    ),
-    click.option(
-        "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), help="Type of floating tensors. Default: keep."
     ),
     click.option(
         "--layout",
@@ -144,21 +147,43 @@ planning = _all(
         show_default=True,
         help="Names of the original repository, or the trainer's own.",
     ),
-    click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest output file."),
     lora,
     click.option(
         "--materialize-tied", is_flag=True, help="Write lm_head although it is tied to the embedding; config stays."
     ),
-    click.option("--no-model-card", is_flag=True, help="Write no README.md with the origin of the weights."),
-    click.option("--no-config", is_flag=True, help="Write weights alone: no config.json, no tokenizer."),
     click.option(
         "--check-crc",
         is_flag=True,
         help="First compare all bytes that are read with the checksums in the checkpoint's files.",
     ),
     click.option("--check-replicas", is_flag=True, help="Compare stored copies of the same data bit by bit."),
+)
+
+writing = _all(
+    click.option(
+        "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), help="Type of floating tensors. Default: keep."
+    ),
+    click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest output file."),
+    click.option("--no-model-card", is_flag=True, help="Write no README.md with the origin of the weights."),
+)
+
+both = _all(
+    click.option("--no-config", is_flag=True, help="Write weights alone: no config.json, no tokenizer."),
     click.option("--strict", is_flag=True, help="Replicas that differ and broken ties are errors, not warnings."),
     memory,
+)
+
+planning = _all(naming, writing, both)
+
+staging = _all(
+    click.option(
+        "--staging",
+        type=click.Choice(["direct", "zarr"]),
+        default="direct",
+        show_default=True,
+        help="Assemble in the files of the model, or first in a zarr store.",
+    ),
+    click.option("--keep-store", type=WORDS, metavar="DIR", help="With --staging zarr: make the store here; it stays."),
 )
 
 output = _all(
@@ -246,7 +271,39 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         max_mem_origin=bound.words,
         workers=given["workers"],
         io=given["io"],
+        staging=_staging(given),
+        keep_store=given.get("keep_store"),
     )
+
+
+def _staging(given: Mapping[str, Any]) -> StagingName:
+    """`--staging`; UsageError when a store is to be kept and none is made."""
+    name: StagingName = given.get("staging") or "direct"
+    if given.get("keep_store") and name != "zarr":
+        msg = "--keep-store names the folder of a store, and none is made"
+        raise UsageError(msg, hint="add --staging zarr")
+    return name
+
+
+NOT_FOR_STAGE: Mapping[str, Any] = {
+    "dtype": "keep",
+    "max_shard_size": "5GB",
+    "no_model_card": True,
+    "verify": False,
+    "overwrite": False,
+}
+"""Options of a merge that are decided when a store is finalized."""
+
+NOT_FOR_FINALIZE: Mapping[str, Any] = {
+    "base_model": None,
+    "layout": "upstream",
+    "lora_mode": None,
+    "lora_alpha": None,
+    "materialize_tied": False,
+    "check_crc": False,
+    "check_replicas": False,
+}
+"""Options of a merge that are decided when a store is staged."""
 
 
 def push_target(given: Mapping[str, Any], repo: str | None) -> PushTarget | None:

@@ -19,27 +19,33 @@ from merge_stream.architectures.ties import absent_head
 from merge_stream.base_weights import refuse_without_base, with_base_weights
 from merge_stream.encodings.cast import Cast, encoding_for
 from merge_stream.engine.budget import MemoryBudget
+from merge_stream.engine.checked_source import CheckedSource
 from merge_stream.engine.events import Observer, Silent
 from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.fold import fold_bytes
 from merge_stream.engine.memory import MemoryPlan, metadata_ahead, plan_memory
 from merge_stream.engine.probe import Prober
 from merge_stream.engine.stored_checksums import ChecksumFindings
+from merge_stream.engine.twins import as_stored
 from merge_stream.errors import CorruptCheckpointError
 from merge_stream.options import MergeOptions
 from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder, find_model_folder
+from merge_stream.output.store_folder import FP32_REMARK, as_staged
 from merge_stream.planning.naming import Named, name_parameters
 from merge_stream.planning.plan import Plan
 from merge_stream.planning.planner import Resolved
 from merge_stream.planning.planner import make_plan as place_parameters
-from merge_stream.planning.resolve import check_shards
+from merge_stream.planning.resolve import check_shards, resolve
+from merge_stream.planning.store_layout import in_bands
 from merge_stream.storage.local import LocalSource
+from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.parameter import Mapping
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import counted, format_bytes
+from merge_stream.vocabulary import with_true_vocabulary
 
-__all__ = ["Job", "card_facts", "make_plan", "memory_for"]
+__all__ = ["Job", "card_facts", "lora_note", "make_plan", "memory_for"]
 
 
 @dataclass(slots=True)
@@ -56,6 +62,8 @@ class Job:
     warnings: list[str] = field(default_factory=list)
     checksums: ChecksumFindings | None = None
     """What `--check-crc` found; None without it."""
+    least_segment: int = 0
+    """Bytes that a segment must hold: the largest band."""
 
 
 def make_plan(
@@ -78,9 +86,12 @@ def make_plan(
         if adapter_alone:
             refuse_without_base(catalog, options.base_model)
         folder = find_model_folder(catalog.config_dirs, options.base_model, write_config=options.write_config)
+        catalog, folder = with_true_vocabulary(catalog, folder)
         if adapter_alone:
             catalog = with_base_weights(catalog, options.base_model, folder.info)
+    options, folder = as_staged(catalog, options, folder)
     check_shards(catalog, catalog.tensors)
+    check_shards(replace(catalog, tensors=catalog.twins), catalog.twins)
     named = name_parameters(catalog, folder.info, options.layout, options.lora)
     resolved = named.parameters
     encoding = encoding_for(options.dtype)
@@ -98,8 +109,12 @@ def make_plan(
     with ExitStack() as stack:
         source = LocalSource(options.io, window_bytes=memory.segment)
         stack.callback(source.close)
-        prober = Prober(catalog, source, encoding, budget, memory.segment, observer, stop)
+        checked = CheckedSource(source, catalog.chunk_sums)
+        prober = Prober(catalog, checked, encoding, budget, memory.segment, observer, stop)
         checksums = _probe_checksums(named, prober, options, warnings)
+        prober.check_twins()
+        wide = names_kept_wide(list(resolved), folder.info) if options.dtype in {"bf16", "fp16"} else frozenset[str]()
+        resolved = _read_narrow(catalog, named, encoding, wide)
         dropped, broken = _probe_ties(named.mapping, resolved, prober, warnings)
         written_heads = _materialize(resolved, dropped, folder, options)
         if options.check_replicas:
@@ -109,7 +124,7 @@ def make_plan(
             warnings[0], hint="without --strict both tensors are written and the tie is undone"
         )
     kept = [name for name in resolved if name not in dropped]
-    wide = names_kept_wide(kept, folder.info) if options.dtype in {"bf16", "fp16"} else frozenset[str]()
+    wide &= set(kept)
     plan = place_parameters(
         catalog,
         [resolved[name] for name in kept],
@@ -132,10 +147,24 @@ def make_plan(
     )
     del budget
     memory = memory_for(options, named)
-    return Job(catalog, folder, named, plan, options, encoding, memory, warnings, checksums)
+    return Job(catalog, folder, named, in_bands(plan, catalog), options, encoding, memory, warnings, checksums)
 
 
-def memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
+def _read_narrow(catalog: Catalog, named: Named, encoding: Cast, wide: frozenset[str]) -> dict[str, Resolved]:
+    """Parameters that are written in a type which the checkpoint holds too: half the bytes are read, none is cast."""
+    if named.folds or not (catalog.twins or any(tensor.stored for tensor in catalog.tensors.values())):
+        return named.parameters
+    narrow = as_stored(catalog, encoding.target("", F32))
+    other = replace(catalog, tensors={**catalog.tensors, **narrow})
+    resolved = dict(named.parameters)
+    for parameter in named.mapping.parameters:
+        sources = {take.source for take in parameter.takes}
+        if sources and sources <= narrow.keys() and parameter.name in resolved and parameter.name not in wide:
+            resolved[parameter.name] = Resolved(parameter, resolve(other, parameter))
+    return resolved
+
+
+def memory_for(options: MergeOptions, named: Named, *, least_segment: int = 0) -> MemoryPlan:
     """The bound of the run itself, once everything is planned."""
     return plan_memory(
         options.max_mem,
@@ -143,6 +172,7 @@ def memory_for(options: MergeOptions, named: Named) -> MemoryPlan:
         compare=options.verify,
         fold=fold_bytes(named.folds),
         ahead=_ahead(options, named),
+        least_segment=least_segment,
         io=options.io,
         bound=options.max_mem_origin,
     )
@@ -221,7 +251,7 @@ def _remarks(resolved: dict[str, Resolved], options: MergeOptions) -> list[str]:
     if options.dtype == "keep" and wide > whole // 2:
         return [
             (
-                f"the source is fp32; --dtype bf16 would write {format_bytes(whole - wide // 2)} "
+                f"{FP32_REMARK}; --dtype bf16 would write {format_bytes(whole - wide // 2)} "
                 f"instead of {format_bytes(whole)}"
             )
         ]
@@ -235,6 +265,11 @@ def _wide_remark(wide: frozenset[str], options: MergeOptions) -> list[str]:
     return [f"{count} type under --dtype {options.dtype}: {min(wide)}{' ...' if len(wide) > 1 else ''}"]
 
 
+def lora_note(named: Named) -> str:
+    """What became of a LoRA, in a sentence; "" without one."""
+    return next((note for note in named.notes if "LoRA" in note), "")
+
+
 def card_facts(job: Job) -> CardFacts | None:
     """What a model card may tell; None when none is wanted."""
     if not (job.options.model_card and job.options.write_config):
@@ -242,15 +277,15 @@ def card_facts(job: Job) -> CardFacts | None:
     plan, catalog, folder = job.plan, job.catalog, job.folder
     model = [p for p in plan.parameters if plan.outputs[p.output].in_model]
     return CardFacts(
-        format=catalog.format,
+        format=catalog.staged.format if catalog.staged else catalog.format,
         facts=catalog.facts,
-        step=step_of(catalog.root),
+        step=catalog.staged.step if catalog.staged else step_of(catalog.root),
         fingerprint=plan.fingerprint,
         version=__version__,
         dtype=job.options.dtype,
         dtypes=dict(sorted(Counter(p.dtype.name for p in plan.parameters).items())),
         layout=job.options.layout,
-        lora=next((note for note in job.named.notes if "LoRA" in note), ""),
+        lora=catalog.staged.lora if catalog.staged else lora_note(job.named),
         tensors=len(plan.parameters),
         parameters=sum(p.size for p in plan.parameters),
         nbytes=sum(p.nbytes for p in plan.parameters),

@@ -5,10 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DtypeName", "IoName", "LayoutName", "LoraChoice", "LoraMode", "MergeOptions", "OpenOptions", "WeightsName"]
+__all__ = [
+    "DtypeName",
+    "IoName",
+    "LayoutName",
+    "LoraChoice",
+    "LoraMode",
+    "MergeOptions",
+    "OpenOptions",
+    "StagingName",
+    "WeightsName",
+]
 
 DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 LayoutName = Literal["upstream", "as-is"]
+StagingName = Literal["direct", "zarr"]
 IoName = Literal["auto", "pread", "mmap"]
 LoraMode = Literal["merge", "keep", "both"]
 WeightsName = Literal["master", "module"]
@@ -59,6 +70,8 @@ class MergeOptions:
     workers         threads, or None for the number of cores
     io              how source bytes are read: "pread", "mmap", or "auto" for what measured best; the
                     bytes are the same, so another one may continue a run
+    staging         "direct" into the files of the model, or through a "zarr" store
+    keep_store      folder of that store, which stays; None: beside the output, and removed with success
     """
 
     dtype: DtypeName = "keep"
@@ -80,3 +93,5 @@ class MergeOptions:
     max_mem_origin: str = "--max-mem"
     workers: int | None = None
     io: IoName = "auto"
+    staging: StagingName = "direct"
+    keep_store: str | None = None

@@ -263,11 +263,11 @@ class TestInterruptedSwap:
         assert finish_interrupted_commit(out) is None
 
     def test_a_commit_that_is_just_being_made_is_left_to_its_run(self, out: Path) -> None:
-        from merge_stream.engine.staging import _locked
+        from merge_stream.engine.staging import locked
 
         place = staged(out)
         Path(place.work + module._MARK).write_text('{"fingerprint": "f", "replaces": false}')
-        fd = _locked(place.work)
+        fd = locked(place.work)
         with pytest.raises(OutputBusyError):
             finish_interrupted_commit(out)
         assert files(Path(place.model_dir)) == MODEL

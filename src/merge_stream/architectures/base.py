@@ -35,11 +35,13 @@ class ModelInfo:
     config        parsed config.json, or None (weights alone)
     config_path   where it was read, for messages
     base_tensors  names of the base model on disk with dtype and shape; empty when unknown
+    kept_wide     tensors that a cast to 16 bits leaves in their type, where that is decided already
     """
 
     config: MappingABC[str, Any] | None
     config_path: str = ""
     base_tensors: MappingABC[str, BaseTensor] | None = None
+    kept_wide: frozenset[str] | None = None
 
     @property
     def model_type(self) -> str:

@@ -21,6 +21,8 @@ _WIDE = re.compile(r"(.*\.)?(e_score_correction_bias|A_log|dt_bias|(mixer|mamba|
 
 def names_kept_wide(names: Iterable[str], model: ModelInfo) -> frozenset[str]:
     """Those of `names` that a cast to bf16 or fp16 must leave in their source type."""
+    if model.kept_wide is not None:
+        return frozenset(n for n in names if n in model.kept_wide)
     base = model.base_tensors
     if base:
         sizes: Counter[str] = Counter()

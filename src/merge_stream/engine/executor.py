@@ -114,6 +114,7 @@ def assemble_segment(plan: Plan, segment: Segment, assembler: Assembler, lease: 
     for tile in segment.tiles:
         at = tile.start - segment.start
         assembler.tile(plan.parameters[tile.parameter], tile.box, out[at : at + tile.nbytes], lease)
+        out[at + tile.nbytes : at + tile.room] = 0
     return out.data
 
 

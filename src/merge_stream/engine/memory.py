@@ -70,11 +70,13 @@ def plan_memory(
     ahead: int = 0,
     io: IoName = "auto",
     bound: str = "--max-mem",
+    least_segment: int = 0,
 ) -> MemoryPlan:
     """Fit workers and segments in `allowed` bytes; MemoryLimitTooSmallError names the smallest value that works.
 
     `fold` is what folding a LoRA takes beside the tile (`engine.fold.fold_bytes`): more than the least
     only where room is left. `ahead` is what metadata will still take (see `metadata_ahead`).
+    Segments hold at least `least_segment` bytes.
     With `io` "mmap" each worker maps a window of a segment's size beside its slab. `bound` says in words
     where `allowed` comes from.
     """
@@ -83,9 +85,10 @@ def plan_memory(
     fixed = reserved + _HEADROOM + ahead
     room = address_room()
     wanted = min(workers or _cores(), _WORKERS_LIMIT)
-    for segment in _SEGMENTS:
+    segments = [size for size in _SEGMENTS if size >= least_segment]
+    for segment in segments:
         for count in sorted({wanted, max(wanted // 2, 1), 1}, reverse=True):
-            if count == 1 and segment > _SEGMENTS[-2] and wanted > 1:
+            if count == 1 and segment > segments[max(len(segments) - 2, 0)] and wanted > 1:
                 continue  # two workers with smaller segments overlap reading and writing; one cannot
             slab = slab_bytes(segment, compare=compare, fold_bytes=fold.least)
             window = window_room(segment) if io == "mmap" else 0
@@ -94,8 +97,8 @@ def plan_memory(
                 slab += min(fold.most - fold.least, (allowed - fixed) // count - slab - window)
                 projected = max(peak, fixed + count * (slab + window))
                 return MemoryPlan(count, segment, slab, reserved, projected, allowed, bound)
-    window = window_room(_SEGMENTS[-1]) if io == "mmap" else 0
-    slab = slab_bytes(_SEGMENTS[-1], compare=compare, fold_bytes=fold.least)
+    window = window_room(segments[-1]) if io == "mmap" else 0
+    slab = slab_bytes(segments[-1], compare=compare, fold_bytes=fold.least)
     least = max(peak, fixed + slab + window)
     mapped = _HEADROOM + ahead + slab + window + (1 + _OTHER_THREADS) * _STACK
     if room is not None and mapped > room:

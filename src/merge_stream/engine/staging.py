@@ -30,8 +30,11 @@ from merge_stream.planning.plan import Plan, fingerprint_of
 from merge_stream.storage.base import ByteSink
 from merge_stream.storage.local import LocalSink
 
-__all__ = ["DirectStaging", "StagingArea", "belongs_to"]
+__all__ = ["STORE", "STORE_ENTRIES", "DirectStaging", "StagingArea", "belongs_to", "locked"]
 
+STORE = "store"
+"""The store of a merge through a store, in its partial folder; it has a partial folder of its own while it is made."""
+STORE_ENTRIES = frozenset({STORE, *(f"{STORE}.partial{end}" for end in ("", ".committing", ".committing.new"))})
 _PLAN = "plan.json"
 _FLUSH_BYTES = 64 << 20
 _MOST_WINDOWS = 4
@@ -112,12 +115,12 @@ class DirectStaging:
         self.work = work
         self.model_dir = os.path.join(work, "model")
         self._plan = plan
-        self._lock_fd = _locked(work)
+        self._lock_fd = locked(work)
         try:
             if restart:
                 self._wipe()
             self.resumed = self._claim()
-            self.sink: ByteSink = LocalSink(self.model_dir)
+            self.sink: ByteSink = self._open_sink()
             self._journal = Journal(os.path.join(work, "journal"))
         except BaseException:
             os.close(self._lock_fd)
@@ -183,6 +186,14 @@ class DirectStaging:
             self._stop_flusher()
         self._release()
 
+    def _open_sink(self) -> ByteSink:
+        return LocalSink(self.model_dir)
+
+    def _is_whole(self, number: int, done: DoneRanges) -> bool:  # noqa: ARG002 - a store asks by range
+        """The file is there, at its full size."""
+        output = self._plan.outputs[number]
+        return _size(os.path.join(self.model_dir, output.name)) == output.nbytes
+
     def _release(self) -> None:
         self.sink.close()
         self._journal.close()
@@ -191,7 +202,7 @@ class DirectStaging:
 
     def _wipe(self) -> None:
         for name in os.listdir(self.work):
-            if name == "lock":
+            if name == "lock" or name in STORE_ENTRIES:
                 continue
             path = os.path.join(self.work, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
@@ -220,12 +231,8 @@ class DirectStaging:
         What is noted about a file that is gone or has another size is struck out for good,
         before the file is laid out anew: a later run could not tell.
         """
-        present = {
-            number
-            for number, output in enumerate(self._plan.outputs)
-            if _size(os.path.join(self.model_dir, output.name)) == output.nbytes
-        }
         done, doubtful = self._journal.before.trusted, self._journal.before.doubtful
+        present = {number for number in range(len(self._plan.outputs)) if self._is_whole(number, done)}
         for number in sorted((done.outputs | {r.output for r in doubtful}) - present):
             self._journal.forget(number)
             done.forget(number)
@@ -277,7 +284,7 @@ class DirectStaging:
             raise self._failure
 
 
-def _locked(work: str) -> int:
+def locked(work: str) -> int:
     """Descriptor of the locked file `lock` in the folder `work`, which is made."""
     path = os.path.join(work, "lock")
     while True:

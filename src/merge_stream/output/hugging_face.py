@@ -23,7 +23,7 @@ from merge_stream.planning.plan import Plan
 from merge_stream.planning.planner import ADAPTER_FILE
 from merge_stream.storage.local import LocalTree
 
-__all__ = ["Finished", "beside_the_weights", "finish_folder"]
+__all__ = ["Finished", "beside_the_weights", "check_journal", "finish_folder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def finish_folder(
 
     `card` is what a model card may tell; it is written unless the folder brings a README.
     """
-    _check_journal(plan, staging)
+    check_journal(plan, staging)
     _check_headers(plan, staging.model_dir)
     model = [p for p in plan.parameters if plan.outputs[p.output].in_model]
     copy_side_files(_side_files(plan, folder), staging.model_dir)
@@ -100,7 +100,7 @@ def _side_files(plan: Plan, folder: ModelFolder) -> SidePlan:
     return folder.side_files.for_quantized() if holds_quantized(_model_tensors(plan)) else folder.side_files
 
 
-def _check_journal(plan: Plan, staging: DirectStaging) -> None:
+def check_journal(plan: Plan, staging: DirectStaging) -> None:
     """Every byte of every data section must be noted in the journal on disk."""
     done = staging.ranges()
     for number, output in enumerate(plan.outputs):

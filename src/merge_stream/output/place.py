@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from merge_stream.engine.staging import STORE_ENTRIES
 from merge_stream.errors import MergeStreamError, OutputBusyError, OutputExistsError, UsageError
 from merge_stream.units import counted
 
@@ -31,7 +32,7 @@ _MARK = ".committing"
 _INNER = ".merge-stream"
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".ckpt")
 _LONGEST_NAME = 255 - len(".partial.committing.new")
-_WORK_FILES = {"lock", "plan.json", "plan.json.new", "journal", "model"}
+_WORK_FILES = {"lock", "plan.json", "plan.json.new", "journal", "model", *STORE_ENTRIES}
 # what stands beside weights in a finished model: anything else is somebody's work
 _MODEL_FILE = re.compile(
     r".*\.(safetensors|index\.json|jinja|tiktoken|model|spm)"
@@ -42,7 +43,7 @@ _MODEL_FILE = re.compile(
     r"|(README|LICEN[CS]E|NOTICE|USE_POLICY|COPYING)(\..*)?|\.gitattributes",
     re.IGNORECASE,
 )
-_LAST = ("config.json", "model.safetensors.index.json")
+_LAST = ("config.json", "model.safetensors.index.json", "zarr.json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from merge_stream.planning.bands import Bands
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import DType, promoted
 from merge_stream.tensors.ref import ShardTable, SourceFile
+from merge_stream.tensors.staged import ChunkSums
 
 __all__ = ["Assembly", "LowRank", "OutputFile", "ParameterPlan", "Plan", "ResolvedTake", "Scaled", "fingerprint_of"]
 
@@ -98,7 +100,10 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterPlan:
-    """One output tensor: `nbytes` bytes at byte `start` of output file `output`."""
+    """One output tensor: `nbytes` bytes at byte `start` of output file `output`.
+
+    `bands` tell where it may be cut; None: anywhere, and its bytes stand without a gap.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -106,6 +111,7 @@ class ParameterPlan:
     dtype: DType
     output: int
     start: int
+    bands: Bands | None = None
 
     @property
     def size(self) -> int:
@@ -144,7 +150,8 @@ class Plan:
 
     `identity` maps a name ("source files", "--dtype", "tensor layout" ...) to a digest or
     value; two plans write the same bytes when their identities are equal. `notes` are
-    remarks for the user, `facts` numbers for `plan` and the report.
+    remarks for the user, `facts` numbers for `plan` and the report. `chunk_sums` are checksums
+    that every read of a source file is compared with, by its path.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -155,6 +162,7 @@ class Plan:
     dropped: Mapping[str, str] = field(default_factory=dict)
     broken_ties: tuple[str, ...] = ()
     probe_nbytes: int = 0
+    chunk_sums: Mapping[str, ChunkSums] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

@@ -4,17 +4,18 @@ A *tile* is a contiguous box of one parameter: leading dims of extent one, one d
 range, all further dims whole. A *segment* is a run of neighbouring tiles of one output
 file, at most `segment_bytes` of source (and of output) bytes, so it is read, encoded and
 written as one. Segments tile the data section of every file; the journal speaks of byte
-ranges, never of segments, so a resumed run may cut differently.
+ranges, never of segments, so a resumed run may cut differently. A parameter with bands is cut
+between bands only; a band of rows that is no box of the parameter's view is several tiles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from merge_stream.planning.plan import OutputFile, ParameterPlan, Plan
-from merge_stream.tensors.box import Box
+from merge_stream.tensors.box import Box, boxes_of_range
 
 __all__ = ["Segment", "Tile", "segments_of", "tiles_of"]
 
@@ -23,13 +24,15 @@ __all__ = ["Segment", "Tile", "segments_of", "tiles_of"]
 class Tile:
     """A contiguous box of parameter `parameter` (index), in the coordinates of its view.
 
-    `start` is its byte offset in the output file.
+    `start` is its byte offset in the output file, `room` the bytes there that belong to it:
+    its own `nbytes`, and behind them what whoever writes it adds (zeros so far).
     """
 
     parameter: int
     box: Box
     start: int
     nbytes: int
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +84,12 @@ def segments_of(plan: Plan, segment_bytes: int) -> Iterator[Segment]:
             tiles: list[Tile] = []
             cost = 0
             for index in run:
-                for tile in _tiles(index, plan.parameters[index], segment_bytes):
-                    price = _cost(plan.parameters[index], tile.box.size)
+                for together in _tiles(index, plan.parameters[index], segment_bytes):
+                    price = _price(plan.parameters[index], together)
                     if tiles and cost + price > segment_bytes:
                         yield _segment(number, tiles)
                         tiles, cost = [], 0
-                    tiles.append(tile)
+                    tiles += together
                     cost += price
             if tiles:
                 yield _segment(number, tiles)
@@ -97,7 +100,7 @@ def _runs(plan: Plan, output: OutputFile, segment_bytes: int) -> Iterator[list[i
     run: list[int] = []
     cost = 0
     for index in output.parameters:
-        price = _cost(plan.parameters[index], plan.parameters[index].size)
+        price = _whole_cost(plan.parameters[index])
         if run and cost + price > segment_bytes:
             yield run
             run, cost = [], 0
@@ -115,13 +118,27 @@ def _source_place(parameter: ParameterPlan) -> tuple[int, int]:
     return -1, 0
 
 
-def _tiles(index: int, parameter: ParameterPlan, segment_bytes: int) -> Iterator[Tile]:
+def _tiles(index: int, parameter: ParameterPlan, segment_bytes: int) -> Iterator[tuple[Tile, ...]]:
+    """Tiles in order; those of one band come together."""
     width = max(parameter.dtype.itemsize, parameter.source.dtype.itemsize)
-    at = parameter.start
-    for box in tiles_of(parameter.source.view, max(segment_bytes // width, 1)):
-        nbytes = box.size * parameter.dtype.itemsize
-        yield Tile(index, box, at, nbytes)
-        at += nbytes
+    most = max(segment_bytes // width, 1)
+    at, itemsize, bands = parameter.start, parameter.dtype.itemsize, parameter.bands
+    if bands is None or not (bands.stride or bands.fits(most)):
+        for box in tiles_of(parameter.source.view, most):
+            nbytes = box.size * itemsize
+            yield (Tile(index, box, at, nbytes, nbytes),)
+            at += nbytes
+        return
+    for start, stop in bands.cuts(parameter.size, most):
+        end = at + (bands.stride or (stop - start) * itemsize)
+        together = []
+        for box in boxes_of_range(parameter.source.view, start, stop):
+            nbytes = box.size * itemsize
+            together.append(Tile(index, box, at, nbytes, nbytes))
+            at += nbytes
+        together[-1] = replace(together[-1], room=end - together[-1].start)
+        yield tuple(together)
+        at = end
 
 
 def _cost(parameter: ParameterPlan, elements: int) -> int:
@@ -130,5 +147,18 @@ def _cost(parameter: ParameterPlan, elements: int) -> int:
     return -(-elements * width // 64) * 64
 
 
+def _price(parameter: ParameterPlan, tiles: Sequence[Tile]) -> int:
+    return max(_cost(parameter, sum(t.box.size for t in tiles)), sum(t.room for t in tiles))
+
+
+def _whole_cost(parameter: ParameterPlan) -> int:
+    """Cost of all tiles of a parameter."""
+    bands = parameter.bands
+    if bands is None or not bands.stride:
+        return _cost(parameter, parameter.size)
+    count = -(-min(bands.run, parameter.size) // bands.band) * -(-parameter.size // max(bands.run, 1))
+    return max(_cost(parameter, parameter.size), count * bands.stride)
+
+
 def _segment(output: int, tiles: list[Tile]) -> Segment:
-    return Segment(output, tiles[0].start, tiles[-1].start + tiles[-1].nbytes, tuple(tiles))
+    return Segment(output, tiles[0].start, tiles[-1].start + tiles[-1].room, tuple(tiles))

@@ -14,6 +14,7 @@ import numpy as np
 
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import DType
+from merge_stream.tensors.staged import ChunkSums, StagedFacts
 from merge_stream.tensors.stored_checksum import ChecksumReader
 
 __all__ = ["Catalog", "ShardTable", "SourceFile", "TensorRef"]
@@ -134,6 +135,8 @@ class Catalog:
     metadata_nbytes  bytes of metadata that were parsed (feeds the memory projection)
     checksums  readers of the checksums that the containers hold (`--check-crc`)
     twins      16-bit copies of fp32 masters, by name: each master must round to its twin
+    staged     of a staging store: what it tells beside its tensors
+    chunk_sums checksums that every read is compared with, by absolute path of the file
     padded_vocabulary  the trainer may have added rows to embedding and head, which a given config tells
     """
 
@@ -150,6 +153,8 @@ class Catalog:
     metadata_nbytes: int = 0
     checksums: tuple[ChecksumReader, ...] = ()
     twins: Mapping[str, TensorRef] = field(default_factory=dict)
+    staged: StagedFacts | None = None
+    chunk_sums: Mapping[str, ChunkSums] = field(default_factory=dict)
     padded_vocabulary: bool = False
 
     @property

@@ -23,6 +23,7 @@ from merge_stream.encodings.base import Encoding
 from merge_stream.encodings.cast import Cast
 from merge_stream.engine.assembler import Assembler
 from merge_stream.engine.budget import MemoryBudget
+from merge_stream.engine.checked_source import CheckedSource
 from merge_stream.engine.compare import Difference, Pair, Tolerance, compare_pairs
 from merge_stream.engine.events import Observer, Phase, Silent
 from merge_stream.engine.executor import StopFlag
@@ -161,7 +162,7 @@ def verify(
     encoding = Cast("keep")
     with_source = LocalSource(io, window_bytes=memory.segment)
     try:
-        prober = Prober(reference, with_source, encoding, budget, memory.segment, observer, stop)
+        prober = Prober(reference, CheckedSource(with_source, reference.chunk_sums), encoding, budget, memory.segment, observer, stop)
         wanted = _wanted(model, reference, named, prober, verdict)
         if check_crc:
             verdict.notes.append(prober.stored_checksums((r.source for r in wanted.values()), replicas=False).text)
@@ -170,7 +171,7 @@ def verify(
         observer(Phase("comparing", verdict.nbytes))
         verdict.differences = compare_pairs(
             pairs,
-            lambda: Assembler(with_source, reference.files, encoding),
+            lambda: Assembler(CheckedSource(with_source, reference.chunk_sums), reference.files, encoding),
             lambda: Assembler(with_source, model.files, encoding),
             budget=budget,
             segment_bytes=memory.segment,
@@ -323,7 +324,8 @@ def compare_with_plan(  # noqa: PLR0917 - the means of a comparison
             stored = header.tensors[p.name]
             rows = ShardTable.of([(Box.whole(stored.shape), number, stored.offset)], len(stored.shape))
             pairs.append(_pair(p, TensorRef(p.name, stored.dtype, stored.shape, rows)))
-    source = LocalSource(io, window_bytes=segment_bytes)
+    files_below = LocalSource(io, window_bytes=segment_bytes)
+    source = CheckedSource(files_below, plan.chunk_sums)
     observer(Phase("verifying", sum(p.nbytes for p in plan.parameters)))
     try:
         differences = compare_pairs(

@@ -1,0 +1,99 @@
+"""The plan of a merge made the plan of a staging store: the same tensors, in the files of zarr arrays.
+
+An array of several chunks is an output file of its own: a shard whose index is its header. All
+arrays of one chunk together are one more output, `SMALL_ARRAYS`, in which each has its room; they
+are written to a file each, but planned, journaled and resumed as one, so that thousands of them
+cost no more than their files. Every array is cut in its chunks and nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from merge_stream.containers.zarr_array import StoredArray, index_of, lay_out_array
+from merge_stream.errors import UnsupportedError
+from merge_stream.planning.bands import Bands
+from merge_stream.planning.plan import OutputFile, ParameterPlan, Plan
+from merge_stream.tensors.ref import Catalog
+
+__all__ = ["LEAST_SEGMENT", "SMALL_ARRAYS", "PlacedArray", "arrays_of", "in_bands", "store_plan"]
+
+SMALL_ARRAYS = "small arrays"
+LEAST_SEGMENT = 1 << 20
+"""Bytes of the largest chunk with its checksum: a segment must hold one."""
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedArray:
+    """An array and where its first chunk begins in its output."""
+
+    start: int
+    array: StoredArray
+
+
+def store_plan(plan: Plan) -> Plan:
+    """The plan that writes the parameters of `plan`, in their source types, to a store.
+
+    UnsupportedError for names that a store cannot hold and for an adapter that is kept beside the model.
+    """
+    if any(not output.in_model for output in plan.outputs):
+        msg = "a LoRA adapter that is kept beside the model cannot be staged in a store"
+        raise UnsupportedError(msg, hint="use --staging direct, or fold it (--lora merge)")
+    parameters: list[ParameterPlan] = []
+    outputs: list[OutputFile] = []
+    small: list[tuple[ParameterPlan, StoredArray]] = []
+    for p in plan.parameters:
+        array = lay_out_array(p.name, p.source.dtype, p.shape)
+        if array.chunks > 1:
+            bands = Bands(array.band, array.run, array.stride)
+            placed = replace(p, dtype=array.dtype, output=len(outputs), start=array.data_start, bands=bands)
+            outputs.append(OutputFile(array.file, index_of(array), array.file_nbytes, (len(parameters),)))
+            parameters.append(placed)
+        else:
+            small.append((p, array))
+    if small:
+        at, first = 0, len(parameters)
+        for p, array in small:
+            room = -(-array.file_nbytes // _ALIGN) * _ALIGN
+            bands = Bands(max(array.band, 1), max(p.size, 1), room)
+            parameters.append(replace(p, dtype=array.dtype, output=len(outputs), start=at, bands=bands))
+            at += room
+        outputs.append(OutputFile(SMALL_ARRAYS, b"", at, tuple(range(first, len(parameters)))))
+    identity = {name: value for name, value in plan.identity.items() if name != "--max-shard-size"}
+    identity["output files (names, tensors, types, offsets)"] = _digest(parameters, outputs)
+    identity["staging"] = "zarr"
+    return replace(plan, parameters=tuple(parameters), outputs=tuple(outputs), identity=identity)
+
+
+def arrays_of(plan: Plan, output: OutputFile) -> list[PlacedArray]:
+    """The arrays of an output of a store's plan, in the order of their places; without those that have no file."""
+    placed = [plan.parameters[k] for k in output.parameters]
+    return [PlacedArray(p.start, lay_out_array(p.name, p.dtype, p.shape)) for p in placed if p.size]
+
+
+def in_bands(plan: Plan, catalog: Catalog) -> Plan:
+    """The plan of a model made from a store, cut where the store's chunks end, so that each is read once."""
+
+    def banded(p: ParameterPlan) -> ParameterPlan:
+        tensor = catalog.tensors.get(p.name)
+        if tensor is None or tensor.shape != p.source.view:
+            return p
+        array = lay_out_array(p.name, tensor.dtype, tensor.shape)
+        return replace(p, bands=Bands(array.band, array.run)) if array.chunks > 1 else p
+
+    if not catalog.chunk_sums:
+        return plan
+    return replace(plan, parameters=tuple(banded(p) for p in plan.parameters), chunk_sums=catalog.chunk_sums)
+
+
+def _digest(parameters: Sequence[ParameterPlan], outputs: Sequence[OutputFile]) -> str:
+    digest = hashlib.sha256()
+    for p in parameters:
+        digest.update(f"{p.name}\0{p.shape}\0{p.dtype}\0{p.output}\0{p.start}\0{p.bands}\n".encode())
+    for o in outputs:
+        digest.update(f"{o.name}\0{o.nbytes}\n".encode())
+        digest.update(o.header)
+    return digest.hexdigest()[:32]
