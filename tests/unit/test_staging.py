@@ -23,7 +23,7 @@ from merge_stream.engine import staging as module
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.events import Phase, Progress, Silent, Warned
 from merge_stream.engine.executor import Executed, StopFlag, execute
-from merge_stream.engine.staging import DirectStaging, _locked
+from merge_stream.engine.staging import DirectStaging, locked
 from merge_stream.errors import InterruptedRunError, OutputBusyError, PlanMismatchError
 from merge_stream.options import MergeOptions
 from merge_stream.planning.plan import Plan
@@ -59,7 +59,7 @@ PLAN = small_plan()
 
 @contextlib.contextmanager
 def locked(work: str) -> Iterator[None]:
-    fd = _locked(work)
+    fd = locked(work)
     try:
         yield
     finally:
@@ -229,7 +229,7 @@ class TestLock:
 
     def test_a_killed_run_leaves_no_lock(self, work: str) -> None:
         program = (
-            f"import os\nfrom merge_stream.engine.staging import _locked\n_locked({work!r})\nos.kill(os.getpid(), 9)"
+            f"import os\nfrom merge_stream.engine.staging import locked\nlocked({work!r})\nos.kill(os.getpid(), 9)"
         )
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
         with locked(work):
