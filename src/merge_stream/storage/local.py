@@ -173,7 +173,7 @@ class LocalSource:
     """Exact positioned reads of any number of files, with a bounded number of them open.
 
     `io` is how bytes get here: "pread" reads them, "mmap" maps windows of at most
-    `window_bytes` and reads what a window could not give (`storage.mapped`), so both give the
+    `window_bytes` and reads what a window could not or should not give (`storage.mapped`), so both give the
     same bytes and the same errors. "auto" is pread: it won on every file system that was
     measured (docs/performance.md). UnsupportedError when the system does not let us map safely.
     """

@@ -56,7 +56,12 @@ class Mapped:
         self.nbytes = 0
 
     def copy(self, fd: int, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` from `offset` of the file; returns how many of its first bytes are there, which may be none."""
+        """Fill `buffer` from `offset` of the file; returns how many of its first bytes are there, which may be none.
+
+        A read of less than a page is left to the caller: its window would cost ten times what reading it does.
+        """
+        if len(buffer) < _PAGE:
+            return 0
         done = 0
         while done < len(buffer):
             wanted = min(len(buffer) - done, self._window_bytes)
