@@ -58,7 +58,7 @@ PLAN = small_plan()
 
 
 @contextlib.contextmanager
-def locked(work: str) -> Iterator[None]:
+def holding(work: str) -> Iterator[None]:
     fd = locked(work)
     try:
         yield
@@ -232,14 +232,14 @@ class TestLock:
             f"import os\nfrom merge_stream.engine.staging import locked\nlocked({work!r})\nos.kill(os.getpid(), 9)"
         )
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
-        with locked(work):
+        with holding(work):
             pass
 
     def test_a_lock_file_that_its_holder_removed_is_not_taken_for_a_lock(self, work: str) -> None:
         """The last step of a commit removes the folder: who waited at the old file must not believe to hold it."""
-        with locked(work):
+        with holding(work):
             os.unlink(os.path.join(work, "lock"))
-            with locked(work):  # another folder's worth of lock by now
+            with holding(work):  # another folder's worth of lock by now
                 assert os.path.exists(os.path.join(work, "lock"))
 
 
