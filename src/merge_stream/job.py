@@ -111,10 +111,11 @@ def make_plan(
         stack.callback(source.close)
         checked = CheckedSource(source, catalog.chunk_sums)
         prober = Prober(catalog, checked, encoding, budget, memory.segment, observer, stop)
-        checksums = _probe_checksums(named, prober, options, warnings)
-        prober.check_twins()
         wide = names_kept_wide(list(resolved), folder.info) if options.dtype in {"bf16", "fp16"} else frozenset[str]()
-        resolved = _read_narrow(catalog, named, encoding, wide)
+        narrow = _read_narrow(catalog, named, encoding, wide)
+        checksums = _probe_checksums([*resolved.values(), *narrow.values(), *named.adapter], prober, options, warnings)
+        prober.check_twins()
+        resolved = narrow
         dropped, broken = _probe_ties(named.mapping, resolved, prober, warnings)
         written_heads = _materialize(resolved, dropped, folder, options)
         if options.check_replicas:
@@ -223,13 +224,12 @@ def _materialize(
 
 
 def _probe_checksums(
-    named: Named, prober: Prober, options: MergeOptions, warnings: list[str]
+    read: list[Resolved], prober: Prober, options: MergeOptions, warnings: list[str]
 ) -> ChecksumFindings | None:
     """`--check-crc`: everything that is read, before anything else is."""
     if not options.check_crc:
         return None
-    sources = [r.source for r in (*named.parameters.values(), *named.adapter)]
-    findings = prober.stored_checksums(sources, replicas=options.check_replicas)
+    findings = prober.stored_checksums((r.source for r in read), replicas=options.check_replicas)
     if not findings.records:
         warnings.append(f"--check-crc could check nothing: {findings.text}")
     return findings

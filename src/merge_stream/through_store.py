@@ -122,6 +122,7 @@ def merge_through_store(
     second.verified = list(dict.fromkeys([*first.verified, *second.verified]))
     second.warnings = list(dict.fromkeys([*first.warnings, *second.warnings]))
     second.source_checksums = first.source_checksums
+    second.memory_pressure = first.memory_pressure or second.memory_pressure
     second.ignored = first.ignored
     second.dropped = {**first.dropped, **second.dropped}
     if options.keep_store:
