@@ -113,7 +113,7 @@ def make_plan(
         prober = Prober(catalog, checked, encoding, budget, memory.segment, observer, stop)
         wide = names_kept_wide(list(resolved), folder.info) if options.dtype in {"bf16", "fp16"} else frozenset[str]()
         narrow = _read_narrow(catalog, named, encoding, wide)
-        checksums = _probe_checksums([*resolved.values(), *narrow.values(), *named.adapter], prober, options, warnings)
+        checksums = _probe_checksums([*narrow.values(), *named.adapter], prober, options, warnings)
         prober.check_twins()
         resolved = narrow
         dropped, broken = _probe_ties(named.mapping, resolved, prober, warnings)
