@@ -43,6 +43,7 @@ def continued(small: Small, out: Path, *, made: bool) -> None:
         small.assert_whole(out)
 
 
+@pytest.mark.crash
 class TestAnyCallMayFail:
     """Every kind of system call on every kind of file, of the checkpoint and of the output."""
 
