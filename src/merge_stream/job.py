@@ -28,7 +28,7 @@ from merge_stream.engine.probe import Prober
 from merge_stream.engine.stored_checksums import ChecksumFindings
 from merge_stream.engine.twins import as_stored
 from merge_stream.errors import CorruptCheckpointError
-from merge_stream.options import MergeOptions
+from merge_stream.options import DtypeName, MergeOptions
 from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder, find_model_folder
 from merge_stream.output.store_folder import FP32_REMARK, as_staged
@@ -94,7 +94,7 @@ def make_plan(
     check_shards(replace(catalog, tensors=catalog.twins), catalog.twins)
     named = name_parameters(catalog, folder.info, options.layout, options.lora)
     resolved = named.parameters
-    encoding = encoding_for(options.dtype)
+    encoding = encoding_for(_dtype_of(catalog, folder, options))
     memory = plan_memory(
         options.max_mem,
         workers=options.workers,
@@ -111,7 +111,8 @@ def make_plan(
         stack.callback(source.close)
         checked = CheckedSource(source, catalog.chunk_sums)
         prober = Prober(catalog, checked, encoding, budget, memory.segment, observer, stop)
-        wide = names_kept_wide(list(resolved), folder.info) if options.dtype in {"bf16", "fp16"} else frozenset[str]()
+        narrows = encoding.name in {"bf16", "fp16"}
+        wide = names_kept_wide(list(resolved), folder.info) if narrows else frozenset[str]()
         narrow = _read_narrow(catalog, named, encoding, wide)
         checksums = _probe_checksums([*narrow.values(), *named.adapter], prober, options, warnings)
         prober.check_twins()
@@ -149,6 +150,15 @@ def make_plan(
     del budget
     memory = memory_for(options, named)
     return Job(catalog, folder, named, in_bands(plan, catalog), options, encoding, memory, warnings, checksums)
+
+
+def _dtype_of(catalog: Catalog, folder: ModelFolder, options: MergeOptions) -> DtypeName:
+    """`--dtype`; under `keep`, masters that stand for the weights of a 16-bit model get the type of its config."""
+    if options.dtype == "keep" and catalog.module_dtype == "config":
+        told = str((folder.info.config or {}).get("dtype") or (folder.info.config or {}).get("torch_dtype"))
+        names: dict[str, DtypeName] = {"bfloat16": "bf16", "float16": "fp16"}
+        return names.get(told.removeprefix("torch."), "keep")
+    return options.dtype
 
 
 def _read_narrow(catalog: Catalog, named: Named, encoding: Cast, wide: frozenset[str]) -> dict[str, Resolved]:

@@ -1,8 +1,8 @@
 """Rows that a trainer added to embedding and head, and nobody else knows of.
 
-Tensor parallelism pads a vocabulary, and some savers leave the padding in, with `vocab_size` in config.json raised
-to match. Only a config that the user gave tells the true size, so only with `--base-model` are rows cut off, and
-only for formats whose trainers pad.
+Tensor parallelism pads a vocabulary, and its savers leave the padding in. Megatron never tells it elsewhere: any
+config.json has the true size. ColossalAI raises `vocab_size` to match, so only a base model's config tells, and
+only multiples of 64 are believed to be padding. The rows cut off are told.
 """
 
 from __future__ import annotations
@@ -20,31 +20,40 @@ __all__ = ["with_true_vocabulary"]
 
 _PADDED_TO = 64
 _MOST_ADDED = 1 << 16
-_EMBEDDED = ("embed_tokens.weight", "lm_head.weight", "wte.weight", "word_embeddings.weight", "lm_head.bias")
+_EMBEDDED = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "lm_head.bias",
+    "wte.weight",
+    "word_embeddings.weight",
+    "output_layer.weight",
+)
 
 
 def with_true_vocabulary(catalog: Catalog, folder: ModelFolder) -> tuple[Catalog, ModelFolder]:
-    """Catalog and folder with the vocabulary of the base model's config, when the checkpoint's is that one padded."""
-    base = folder.base_config or folder.info.config
-    true = text_value(base, "vocab_size")
-    if (
-        not catalog.padded_vocabulary
-        or true is None
-        or (folder.base_config is None and folder.config_origin != "base model")
-    ):
+    """Catalog and folder with the vocabulary that the config tells, when the checkpoint's is that one padded."""
+    if not catalog.padded_vocabulary:
+        return catalog, folder
+    told = folder.base_config
+    if told is None and (catalog.padded_vocabulary == "any" or folder.config_origin == "base model"):
+        told = folder.info.config
+    true = text_value(told, "vocab_size")
+    if true is None:
         return catalog, folder
     padded = {
         name: tensor.shape[0]
         for name, tensor in catalog.tensors.items()
         if name.endswith(_EMBEDDED) and tensor.shape and true < tensor.shape[0] < true + _MOST_ADDED
     }
-    if not padded or len(set(padded.values())) != 1 or next(iter(padded.values())) % _PADDED_TO:
+    rows = next(iter(padded.values()), 0)
+    if not padded or any(count != rows for count in padded.values()):
         return catalog, folder
-    rows = next(iter(padded.values()))
+    if catalog.padded_vocabulary == "base" and rows % _PADDED_TO:
+        return catalog, folder
     tensors = {name: first_rows(t, true) if name in padded else t for name, t in catalog.tensors.items()}
-    note = f"{', '.join(padded)}: {rows} rows are the {true} of the base model's config with padding, which is cut off"
+    note = f"{', '.join(padded)}: {rows} rows are a vocabulary of {true} with padding, which is cut off"
     config: dict[str, Any] = dict(folder.info.config or {})
-    if folder.info.config is not None and "vocab_size" in config:
+    if "vocab_size" in config:
         config["vocab_size"] = true
     data = with_vocabulary(folder.config_bytes, true) if folder.config_bytes is not None else None
     info = replace(folder.info, config=config or folder.info.config)

@@ -51,9 +51,13 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Named(Mapping):
-    """A mapping that tells which tensors of the checkpoint it leaves out on purpose: name -> reason."""
+    """A mapping that tells which tensors of the checkpoint it leaves out on purpose (name -> reason).
+
+    `repeated` are tensors that are written more than once on purpose.
+    """
 
     dropped: MappingABC[str, str] = field(default_factory=dict)
+    repeated: frozenset[str] = frozenset()
 
 
 class Architecture(Protocol):

@@ -67,6 +67,7 @@ def _check_use(catalog: Catalog, mapping: Mapping) -> None:
         msg = f"several tensors become {double[0]}: {', '.join(sources)}"
         raise CheckpointError(msg, hint="the checkpoint holds one tensor under two names")
     dropped = mapping.dropped if isinstance(mapping, Named) else {}
+    repeated = mapping.repeated if isinstance(mapping, Named) else frozenset()
     used: Counter[str] = Counter()
     for parameter in mapping.parameters:
         if math.prod(parameter.view) != math.prod(parameter.shape):
@@ -78,6 +79,8 @@ def _check_use(catalog: Catalog, mapping: Mapping) -> None:
             used[take.source] += take.source_box.size
     for name, tensor in catalog.tensors.items():
         got = used.pop(name, 0)
+        if name in repeated and tensor.size and got > tensor.size and got % tensor.size == 0:
+            continue
         if got != tensor.size and not (got == 0 and (name in dropped or RECOMPUTED.fullmatch(name))):
             msg = f"{mapping.architecture} uses {got} of the {tensor.size} elements of {name}"
             raise UnsupportedError(msg, hint="`--layout as-is` writes every tensor under the trainer's name")

@@ -36,6 +36,7 @@ __all__ = [
     "Transpose",
     "Unstack",
     "convert",
+    "filled",
     "holes_of",
     "pattern_of",
     "take_of_view",
@@ -61,7 +62,9 @@ def pattern_of(template: str) -> re.Pattern[str]:
     return re.compile("".join(parts) + re.escape(template[last:]))
 
 
-def _filled(template: str, holes: Mapping[str, str | int]) -> str:
+def filled(template: str, holes: Mapping[str, str | int]) -> str:
+    """The template with its holes filled."""
+
     def value(hole: re.Match[str]) -> str:
         held = holes[hole["name"]]
         if not hole["shift"]:
@@ -97,7 +100,7 @@ class Rename:
     def renamed(self, name: str) -> str:
         """The other name, or the same when the pattern does not match."""
         match = pattern_of(self.pattern).fullmatch(name)
-        return _filled(self.to, match.groupdict()) if match else name
+        return filled(self.to, match.groupdict()) if match else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +142,11 @@ class SplitExperts:
                 inner, hidden = hidden, inner
             parts = []
             for e in range(count):
-                filled: dict[str, str | int] = {**holes, "e": e}
+                known: dict[str, str | int] = {**holes, "e": e}
                 parts += [
-                    _slice(_filled(self.gate, filled), fused, e, (0, inner), (0, hidden), flipped=not in_rows),
-                    _slice(_filled(self.up, filled), fused, e, (inner, 2 * inner), (0, hidden), flipped=not in_rows),
-                    _slice(_filled(self.down, filled), other, e, (0, hidden), (0, inner), flipped=not in_rows),
+                    _slice(filled(self.gate, known), fused, e, (0, inner), (0, hidden), flipped=not in_rows),
+                    _slice(filled(self.up, known), fused, e, (inner, 2 * inner), (0, hidden), flipped=not in_rows),
+                    _slice(filled(self.down, known), other, e, (0, hidden), (0, inner), flipped=not in_rows),
                 ]
             yield (fused, other), tuple(parts)
 
@@ -180,7 +183,7 @@ class Unstack:
                 yield (
                     (name,),
                     tuple(
-                        _slice(_filled(self.to, {**holes, "e": e}), name, e, (0, shape[1]), (0, shape[2]))
+                        _slice(filled(self.to, {**holes, "e": e}), name, e, (0, shape[1]), (0, shape[2]))
                         for e in range(shape[0])
                     ),
                 )
@@ -200,12 +203,12 @@ class Concat:
             first = pattern_of(self.patterns[0]).fullmatch(name)
             if first is None:
                 continue
-            names = tuple(_filled(pattern, first.groupdict()) for pattern in self.patterns)
+            names = tuple(filled(pattern, first.groupdict()) for pattern in self.patterns)
             lost = [n for n in names if n not in shapes]
             if lost:
                 msg = f"{lost[0]} is missing, though {name} is there"
                 raise IncompleteShardsError(msg, hint="pass the folder that holds all shards")
-            yield names, (concatenated(_filled(self.to, first.groupdict()), names, shapes, self.axis),)
+            yield names, (concatenated(filled(self.to, first.groupdict()), names, shapes, self.axis),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +224,7 @@ class Transpose:
         for name, shape in shapes.items():
             match = pattern_of(self.pattern).fullmatch(name)
             if match is not None and len(shape) == len(self.permute):
-                yield (name,), (_permuted(_filled(self.to, match.groupdict()), name, shape, self.permute),)
+                yield (name,), (_permuted(filled(self.to, match.groupdict()), name, shape, self.permute),)
 
 
 @dataclass(frozen=True, slots=True)

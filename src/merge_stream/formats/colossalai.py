@@ -132,7 +132,7 @@ class ColossalAI:
             config_dirs=config_dirs(tree),
             metadata_nbytes=sum(held.metadata_nbytes for held in contents.values()),
             checksums=(ZipRecords(tree, tuple(name for name in files if name.endswith(".bin"))),),
-            padded_vocabulary=True,
+            padded_vocabulary="base",
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -137,7 +138,9 @@ class Catalog:
     twins      16-bit copies of fp32 masters, by name: each master must round to its twin
     staged     of a staging store: what it tells beside its tensors
     chunk_sums checksums that every read is compared with, by absolute path of the file
-    padded_vocabulary  the trainer may have added rows to embedding and head, which a given config tells
+    padded_vocabulary  the trainer may have added rows to embedding and head: "base" when only a base model's
+               config tells the true number, "any" when every config does
+    module_dtype  "config" when fp32 masters stand for the weights of a model whose config tells its type
     """
 
     format: str
@@ -155,7 +158,8 @@ class Catalog:
     twins: Mapping[str, TensorRef] = field(default_factory=dict)
     staged: StagedFacts | None = None
     chunk_sums: Mapping[str, ChunkSums] = field(default_factory=dict)
-    padded_vocabulary: bool = False
+    padded_vocabulary: Literal["", "base", "any"] = ""
+    module_dtype: Literal["", "config"] = ""
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,240 @@
+"""Rules for Megatron's fused tensors: query-key-value groups, gate and up, stacks of experts.
+
+They speak of the canonical names (`formats/_megatron_names`) and yield takes only. Head counts come from the config
+and are checked against the shapes: a tensor-parallel rank's part may end inside a group, so rows are placed globally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.rules import filled, pattern_of
+from merge_stream.architectures.structure import text_value
+from merge_stream.errors import CheckpointError, UnsupportedError
+from merge_stream.tensors.box import Box
+from merge_stream.tensors.parameter import Parameter, Take, identity
+
+__all__ = ["Copies", "ExpertHalves", "Halves", "Heads", "QkvConcat", "QkvGroups", "heads_of"]
+
+Ints = tuple[int, ...]
+Shapes = Mapping[str, Ints]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads, key-value groups, elements of a head."""
+
+    queries: int
+    groups: int
+    width: int
+
+
+def heads_of(model: ModelInfo) -> Heads:
+    """The attention's shape from the config; UnsupportedError when it does not tell."""
+    queries = text_value(model.config, "num_attention_heads", "n_head")
+    groups = text_value(model.config, "num_key_value_heads", "num_query_groups") or queries
+    width = text_value(model.config, "head_dim")
+    hidden = text_value(model.config, "hidden_size", "n_embd")
+    if width is None and hidden and queries:
+        width = hidden // queries
+    if not queries or not groups or not width or queries % groups:
+        where = model.config_path or "config.json"
+        msg = f"{where} does not tell the heads ({queries} queries, {groups} groups, {width})"
+        raise UnsupportedError(msg, hint="pass the --base-model that was trained")
+    return Heads(queries, groups, width)
+
+
+@dataclass(frozen=True, slots=True)
+class QkvGroups:
+    """linear_qkv: for each group its query heads, one key head, one value head, one below the other.
+
+    `gated` (Qwen3-Next): each query head of the group is followed, behind all of them, by as many rows of gates,
+    which the repository keeps beside their heads.
+    """
+
+    pattern: str
+    q: str
+    k: str
+    v: str
+    heads: Heads
+    gated: bool = False
+
+    def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
+        """Three parameters for each fused one."""
+        for name, shape in shapes.items():
+            match = pattern_of(self.pattern).fullmatch(name)
+            if match is None:
+                continue
+            queries, groups, width = self.heads.queries, self.heads.groups, self.heads.width
+            share = queries // groups
+            parts = 2 * share + 2 if self.gated else share + 2
+            if not shape or shape[0] != groups * parts * width:
+                rows, needed = shape[0] if shape else 0, groups * parts * width
+                told = f"{queries} query heads and {groups} groups of {width}"
+                msg = f"{name} has {rows} rows, the config's {told} need {needed}"
+                raise CheckpointError(msg, hint="config.json belongs to another model: pass the right --base-model")
+            holes = match.groupdict()
+            split = (groups, parts, width)
+            yield (
+                (name,),
+                (
+                    self._queries(filled(self.q, holes), name, shape, split, share),
+                    _rows(filled(self.k, holes), name, shape, split, (parts - 2, parts - 1)),
+                    _rows(filled(self.v, holes), name, shape, split, (parts - 1, parts)),
+                ),
+            )
+
+    def _queries(self, to: str, source: str, shape: Ints, split: Ints, share: int) -> Parameter:
+        if not self.gated:
+            return _rows(to, source, shape, split, (0, share))
+        groups, parts, width = split
+        rest = shape[1:]
+        none = (0,) * len(rest)
+        takes = tuple(
+            Take(
+                source,
+                Box((0, half * share, 0, 0, *none), (groups, (half + 1) * share, 1, width, *rest)),
+                Box((0, 0, half, 0, *none), (groups, share, half + 1, width, *rest)),
+                split=(groups, parts, 1, width),
+            )
+            for half in (0, 1)
+        )
+        return Parameter(to, (groups * share * 2 * width, *rest), (groups, share, 2, width, *rest), takes)
+
+
+def _rows(to: str, source: str, shape: Ints, split: Ints, part: Ints) -> Parameter:
+    """Heads [part) of every group."""
+    groups, _, width = split
+    rest = shape[1:]
+    box = Box((0, part[0], 0, *(0,) * len(rest)), (groups, part[1], width, *rest))
+    view = (groups, part[1] - part[0], width, *rest)
+    rows = groups * (part[1] - part[0]) * width
+    return Parameter(to, (rows, *rest), view, (Take(source, box, Box.whole(view), split=split),))
+
+
+@dataclass(frozen=True, slots=True)
+class QkvConcat:
+    """linear_qkv -> all query heads, then all key heads, then all value heads, in one tensor (Phi-3).
+
+    `transposed`: the repository stores [in, out] (Conv1D of GPT-2).
+    """
+
+    pattern: str
+    to: str
+    heads: Heads
+    transposed: bool = False
+
+    def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
+        """One parameter for each fused one."""
+        queries, groups, width = self.heads.queries, self.heads.groups, self.heads.width
+        share = queries // groups
+        for name, shape in shapes.items():
+            match = pattern_of(self.pattern).fullmatch(name)
+            if match is None:
+                continue
+            if not shape or shape[0] != (queries + 2 * groups) * width:
+                msg = f"{name} has the shape {list(shape)}, the config says {queries} and {groups} heads of {width}"
+                raise CheckpointError(msg, hint="config.json belongs to another model: pass the right --base-model")
+            split, rest = (groups, share + 2, width), shape[1:]
+            none = (0,) * len(rest)
+            takes, at = [], 0
+            for low, high in ((0, share), (share, share + 1), (share + 1, share + 2)):
+                for group in range(groups):
+                    box = Box((group, low, 0, *none), (group + 1, high, width, *rest))
+                    place = Box((0, at, 0, *none), (1, at + high - low, width, *rest))
+                    if self.transposed and rest:
+                        place = Box((0, 0, at, 0), (rest[0], 1, at + high - low, width))
+                        takes.append(Take(name, box, place, split=split, permute=(3, 0, 1, 2)))
+                    else:
+                        takes.append(Take(name, box, place, split=split))
+                    at += high - low
+            to = filled(self.to, match.groupdict())
+            if self.transposed and rest:
+                yield (name,), (Parameter(to, (rest[0], shape[0]), (rest[0], 1, at, width), tuple(takes)),)
+            else:
+                yield (name,), (Parameter(to, shape, (1, at, width, *rest), tuple(takes)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """linear_fc1 of a gated MLP: the first half of the rows is the gate, the second up."""
+
+    pattern: str
+    first: str
+    second: str
+
+    def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
+        """Two parameters for each fused one."""
+        for name, shape in shapes.items():
+            match = pattern_of(self.pattern).fullmatch(name)
+            if match is None:
+                continue
+            if not shape or shape[0] % 2:
+                raise CheckpointError(f"{name} {list(shape)} has no two halves", hint="files of two saves are mixed")
+            half, rest = shape[0] // 2, shape[1:]
+            none = (0,) * len(rest)
+            parts = []
+            for to, low in ((self.first, 0), (self.second, half)):
+                box = Box((low, *none), (low + half, *rest))
+                take = Take(name, box, Box.whole((half, *rest)))
+                parts.append(Parameter(filled(to, match.groupdict()), (half, *rest), (half, *rest), (take,)))
+            yield (name,), tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertHalves:
+    """A stack [E, 2F, h] (or of biases [E, 2F]): gate and up of each expert {e}."""
+
+    pattern: str
+    first: str
+    second: str
+
+    def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
+        """Two parameters for each expert."""
+        for name, shape in shapes.items():
+            match = pattern_of(self.pattern).fullmatch(name)
+            if match is None:
+                continue
+            if len(shape) < 2 or shape[1] % 2:
+                raise CheckpointError(
+                    f"{name} {list(shape)} is no stack of two halves", hint="files of two saves are mixed"
+                )
+            half, rest = shape[1] // 2, shape[2:]
+            none = (0,) * len(rest)
+            parts = []
+            for e in range(shape[0]):
+                for to, low in ((self.first, 0), (self.second, half)):
+                    box = Box((e, low, *none), (e + 1, low + half, *rest))
+                    view = (1, half, *rest)
+                    take = Take(name, box, Box.whole(view))
+                    name_of = filled(to, {**match.groupdict(), "e": e})
+                    parts.append(Parameter(name_of, (half, *rest), view, (take,)))
+            yield (name,), tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Whole tensors that the repository has once more for each `{i}` that `present` is there for: source -> name.
+
+    The source itself is left to the other rules.
+    """
+
+    present: str
+    copies: Mapping[str, str]
+
+    def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
+        """Nothing: copies are added behind all other rules (`added`)."""
+        del shapes
+        return iter(())
+
+    def added(self, shapes: Shapes) -> Iterator[Parameter]:
+        """The copies."""
+        for name in shapes:
+            match = pattern_of(self.present).fullmatch(name)
+            if match is None:
+                continue
+            for source, to in self.copies.items():
+                if source in shapes:
+                    yield identity(filled(to, match.groupdict()), shapes[source], source)

@@ -1,0 +1,129 @@
+"""What a Megatron family is, and the parts that most of them share.
+
+    decoder.layers.{i}.self_attention.linear_qkv     query, key, value groups
+    decoder.layers.{i}.self_attention.linear_proj    output projection
+    decoder.layers.{i}.mlp.linear_fc1, linear_fc2    gate and up, down
+    decoder.layers.{i}.mlp.router, experts, shared_experts
+    decoder.layers.{i}.input_layernorm, pre_mlp_layernorm
+
+Names of megatron-core 0.9 to 0.19 after `formats/_megatron_names`. A rule list is made for one config, since head
+counts, the number of layers and the like stand there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.megatron_rules import ExpertHalves, Halves, QkvGroups, heads_of
+from merge_stream.architectures.rules import Rename, Rule, SplitExperts, Unstack
+
+__all__ = [
+    "LAYER",
+    "MegatronFamily",
+    "MegatronTable",
+    "Place",
+    "Rules",
+    "attention",
+    "ends",
+    "experts",
+    "gated_mlp",
+    "norms",
+]
+
+Rules = tuple[Rule | Rename, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFamily:
+    """One layout: the model types that have it, and the rules for a config."""
+
+    name: str
+    model_types: frozenset[str]
+    rules: Callable[[ModelInfo], Rules]
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronTable:
+    """The families of one file."""
+
+    name: str
+    families: tuple[MegatronFamily, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer stands in Megatron, and where in the repository."""
+
+    here: str
+    there: str
+
+
+LAYER = Place("decoder.layers.{i}", "model.layers.{i}")
+
+
+def ends() -> Rules:
+    """Embedding, last norm, output head."""
+    return (
+        Rename("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        Rename("decoder.final_layernorm.{leaf}", "model.norm.{leaf}"),
+        Rename("output_layer.{leaf}", "lm_head.{leaf}"),
+    )
+
+
+def norms(place: Place = LAYER) -> Rules:
+    """The two norms of a layer."""
+    return (
+        Rename(f"{place.here}.input_layernorm.{{leaf}}", f"{place.there}.input_layernorm.{{leaf}}"),
+        Rename(f"{place.here}.pre_mlp_layernorm.{{leaf}}", f"{place.there}.post_attention_layernorm.{{leaf}}"),
+    )
+
+
+def attention(model: ModelInfo, place: Place = LAYER, *, gated: bool = False) -> Rules:
+    """Fused query, key, value with or without bias, norms of heads where there are any, output projection."""
+    there = f"{place.there}.self_attn"
+    here = f"{place.here}.self_attention"
+    return (
+        QkvGroups(
+            f"{here}.linear_qkv.{{leaf}}",
+            f"{there}.q_proj.{{leaf}}",
+            f"{there}.k_proj.{{leaf}}",
+            f"{there}.v_proj.{{leaf}}",
+            heads_of(model),
+            gated,
+        ),
+        Rename(f"{here}.linear_proj.{{leaf:weight|bias}}", f"{there}.o_proj.{{leaf}}"),
+        Rename(f"{here}.q_layernorm.{{leaf}}", f"{there}.q_norm.{{leaf}}"),
+        Rename(f"{here}.k_layernorm.{{leaf}}", f"{there}.k_norm.{{leaf}}"),
+    )
+
+
+def gated_mlp(place: Place = LAYER, *, here: str = "mlp", there: str = "mlp") -> Rules:
+    """Gate and up in one tensor, down."""
+    return (
+        Halves(
+            f"{place.here}.{here}.linear_fc1.{{leaf:weight|bias}}",
+            f"{place.there}.{there}.gate_proj.{{leaf}}",
+            f"{place.there}.{there}.up_proj.{{leaf}}",
+        ),
+        Rename(f"{place.here}.{here}.linear_fc2.{{leaf:weight|bias}}", f"{place.there}.{there}.down_proj.{{leaf}}"),
+    )
+
+
+def experts(
+    place: Place = LAYER,
+    *,
+    block: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    bias: str = "gate.e_score_correction_bias",
+) -> Rules:
+    """Router and stacks of experts; `names` are those of gate, up and down."""
+    gate, up, down = (f"{place.there}.{block}.experts.{{e}}.{name}.weight" for name in names)
+    return (
+        Rename(f"{place.here}.mlp.router.weight", f"{place.there}.{block}.gate.weight"),
+        Rename(f"{place.here}.mlp.router.expert_bias", f"{place.there}.{block}.{bias}"),
+        SplitExperts(f"{place.here}.mlp.experts", gate, up, down),  # the old GroupedMLP's stacks, [E, in, out]
+        ExpertHalves(f"{place.here}.mlp.experts.linear_fc1.weight", gate, up),
+        Unstack(f"{place.here}.mlp.experts.linear_fc2.weight", down),
+    )

@@ -1,0 +1,98 @@
+"""Megatron's DCP folders: `torch_dist` of megatron-core, `fsdp_dtensor` of Megatron-FSDP, `torch_dcp`.
+
+    torch_dist     keys without prefix (or `module.`), metadata.json written last, common.pt up to 0.18
+    fsdp_dtensor   keys `model.module.`, fp32 main weights, no metadata.json
+    torch_dcp      keys `model.`
+
+Bytes items (`X._extra_state/shard_0_4`, `common_state`, `rng_state`) are skipped by type. With `--weights master`
+the fp32 masters of a fully reshardable optimizer (`optimizer.state.param.<key>`, shape and chunks of the weight; core
+0.15 and newer) take the place of the weights; other optimizers keep them in buffers without names.
+
+Facts: megatron-core 0.9 to 0.19 (real files).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from merge_stream.containers.torch_file import open_torch_file
+from merge_stream.errors import IncompleteShardsError, MergeStreamError, UnsupportedError
+from merge_stream.formats._catalog import FileTable, listed
+from merge_stream.formats._dcp_metadata import DcpMetadata, metadata_files, read_metadata
+from merge_stream.formats._dcp_tensors import ModelChunks
+from merge_stream.formats._megatron_names import noise_of
+from merge_stream.formats._megatron_raw import Raw, arguments_of, facts_of
+from merge_stream.options import OpenOptions
+from merge_stream.storage.base import ByteTree
+from merge_stream.tensors.dtype import F32
+
+__all__ = ["read_dist"]
+
+_MASTER = "optimizer.state.param."
+_FLAT_MASTER = "optimizer.state.fp32_param."
+_MODULE = "leave --weights master out: the weights of the model are there"
+
+
+def read_dist(tree: ByteTree, table: FileTable, options: OpenOptions, *, unprefixed: bool) -> Raw:
+    """Every model tensor of the folder; `unprefixed` for torch_dist."""
+    if not metadata_files(tree):
+        msg = f"{tree.label} has no .metadata, which is written when all ranks are through"
+        raise IncompleteShardsError(msg, hint="the save did not finish, or the file was not copied")
+    meta = read_metadata(tree)
+    raw = Raw(metadata_nbytes=meta.nbytes)
+    keys = [key for key in meta.tensors if noise_of(key) is None]
+    plain = [key for key in keys if not key.startswith("model")]
+    if plain and unprefixed is False:
+        msg = f"{tree.label} has no metadata.json, which Megatron-core writes last: the save did not finish"
+        raise IncompleteShardsError(msg, hint="take an earlier iteration, or copy the file if it was left behind")
+    wanted = {key: key for key in keys}
+    if options.weights == "master" and unprefixed:
+        wanted = _masters(tree, meta, keys)
+        raw.facts["weights"] = "fp32 masters"
+    chunks = ModelChunks(tree, meta, dict.fromkeys(wanted.values()), table)
+    raw.tensors = {key: chunks.tensor(source, key) for key, source in wanted.items()}
+    raw.metadata_nbytes += chunks.read_nbytes
+    raw.checksums = (chunks.checksums,)
+    raw.facts["chunks"] = chunks.count
+    for key in (*meta.tensors, *meta.values):
+        if kind := noise_of(key):
+            raw.ignored[kind] += 1
+    if not unprefixed and options.weights != "master" and _all_wide(raw):
+        raw.module_dtype = "config"
+    raw.facts |= _arguments(tree)
+    return raw
+
+
+def _masters(tree: ByteTree, meta: DcpMetadata, keys: list[str]) -> dict[str, str]:
+    """Key of each weight -> key of its fp32 master."""
+    found = {key: _MASTER + key for key in keys if _MASTER + key in meta.tensors}
+    if not found:
+        flat = any(key.startswith(_FLAT_MASTER) for key in meta.tensors)
+        buffers = any(".gbuf_idx_" in key for key in meta.tensors)
+        what = "flattened" if flat else "in buffers without names" if buffers else "not saved"
+        msg = f"{tree.label}: the optimizer's fp32 masters are {what}, so they cannot be taken"
+        raise UnsupportedError(msg, hint=_MODULE)
+    for key, master in found.items():
+        if meta.tensors[master].size != meta.tensors[key].size:
+            msg = f"{tree.label}: {master} is {list(meta.tensors[master].size)}, {key} {list(meta.tensors[key].size)}"
+            raise UnsupportedError(msg, hint=_MODULE)
+    lost = [key for key in keys if key not in found and meta.tensors[key].dtype != F32]
+    if lost:
+        msg = f"{tree.label}: the optimizer has no masters of {listed(lost, most=3)}"
+        raise UnsupportedError(msg, hint=_MODULE)
+    return {key: found.get(key, key) for key in keys}
+
+
+def _all_wide(raw: Raw) -> bool:
+    return bool(raw.tensors) and all(tensor.dtype == F32 for tensor in raw.tensors.values())
+
+
+def _arguments(tree: ByteTree) -> dict[str, str | int]:
+    """Parallel sizes from common.pt, for `inspect`; nothing where it is not there or odd."""
+    if "common.pt" not in tree.files:
+        return {}
+    with contextlib.suppress(MergeStreamError):
+        root = open_torch_file(tree, "common.pt").root
+        if isinstance(root, dict):
+            return facts_of(arguments_of(root.get("args")))
+    return {}

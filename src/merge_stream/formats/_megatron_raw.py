@@ -1,0 +1,53 @@
+"""What each layout of Megatron gives: tensors under the keys of the files, and what was learned on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from merge_stream.containers.pickle_reader import Recorder
+from merge_stream.tensors.ref import TensorRef
+from merge_stream.tensors.stored_checksum import ChecksumReader
+
+__all__ = ["Raw", "arguments_of", "facts_of"]
+
+_ARGUMENTS = {
+    "tensor_model_parallel_size": "tensor-parallel ranks",
+    "pipeline_model_parallel_size": "pipeline stages",
+    "virtual_pipeline_model_parallel_size": "virtual stages",
+    "expert_model_parallel_size": "expert-parallel ranks",
+    "expert_tensor_parallel_size": "tensor-parallel ranks of experts",
+    "context_parallel_size": "context-parallel ranks",
+    "world_size": "world size",
+}
+
+
+@dataclass(slots=True)
+class Raw:
+    """`module_dtype` is "config" when masters stand for the weights of a 16-bit model."""
+
+    tensors: dict[str, TensorRef] = field(default_factory=dict)
+    facts: dict[str, str | int] = field(default_factory=dict)
+    ignored: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    metadata_nbytes: int = 0
+    checksums: tuple[ChecksumReader, ...] = ()
+    module_dtype: Literal["", "config"] = ""
+
+
+def arguments_of(value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - unpickled
+    """The attributes of a pickled argparse.Namespace, or nothing."""
+    state = value.state if isinstance(value, Recorder) else None
+    return state if isinstance(state, dict) else {}
+
+
+def facts_of(arguments: Mapping[str, Any]) -> dict[str, str | int]:
+    """Parallel sizes that the trainer's arguments tell."""
+    facts: dict[str, str | int] = {}
+    for key, name in _ARGUMENTS.items():
+        value = arguments.get(key)
+        if type(value) is int and value > (0 if key == "world_size" else 1):
+            facts[name] = value
+    return facts

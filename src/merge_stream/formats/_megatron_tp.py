@@ -1,0 +1,158 @@
+"""How Megatron cuts a parameter over tensor-parallel ranks: rules by name, checked by shape.
+
+    rows         embedding, head, query-key-value, MLA's up projections, fc1 (its halves apart), eh_proj
+    columns      linear_proj.weight, linear_fc2.weight
+    whole        norms, router, biases of row-parallel layers, positions, value heads
+    rows or whole  MLA's down projections: cut without Transformer Engine, whole with it; the rank's rows tell,
+                 with q_lora_rank and kv_lora_rank of the arguments
+
+Facts: megatron-core 0.5 to 0.19, source and real files. Query-key-value is joined by plain concatenation and taken
+apart afterwards, since a rank's part may end inside a group.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from merge_stream.errors import CorruptCheckpointError, UnsupportedError
+from merge_stream.tensors.box import Box
+from merge_stream.tensors.ref import ShardTable, TensorRef
+from merge_stream.tensors.tables import moved, rows_of, stacked
+
+__all__ = ["grouped_stack", "join_parts"]
+
+_ROWS = re.compile(
+    r".*(word_embeddings\.weight|output_layer\.(weight|bias)|linear_qkv\.(weight|bias)|linear_(q|q_up|kv_up)_proj\.(weight|bias)"
+    r"|eh_proj\.weight|softmax_offset)"
+)
+_HALVES = re.compile(r".*linear_fc1\.(weight|bias)\d*")
+_COLUMNS = re.compile(r".*(linear_proj\.weight|linear_fc2\.weight\d*)")
+_WHOLE = re.compile(
+    r".*(norm[^.]*\.(weight|bias)|layer_norm_(weight|bias)|router\.(weight|bias|expert_bias)|gate_weight"
+    r"|linear_proj\.bias|linear_fc2\.bias\d*|position_embeddings\.weight|post_layernorm\.(weight|bias))"
+)
+_DOWN = re.compile(r".*linear_(?P<what>q|kv)_down_proj\.weight")
+_MIXED = "files of two saves are mixed"
+
+
+def join_parts(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, Any], where: str) -> TensorRef:
+    """The whole tensor; UnsupportedError when no rule knows the name."""
+    first = parts[0]
+    if len(parts) == 1:
+        return _named(name, first)
+    for part in parts[1:]:
+        if part.dtype != first.dtype or len(part.shape) != len(first.shape):
+            two = f"{first.dtype} {list(first.shape)} on rank 0, {part.dtype} {list(part.shape)} elsewhere"
+            msg = f"{where}: {name} is {two}"
+            raise CorruptCheckpointError(msg, hint=_MIXED)
+    if _HALVES.fullmatch(name):
+        return _halves(name, parts) if _is_gated(name, parts, arguments) else _along(name, parts, 0, where)
+    if name.endswith("output_layer.weight") and first.shape[0] == 1:
+        return _whole(name, parts, where)  # a value head is not cut
+    if _ROWS.fullmatch(name):
+        return _along(name, parts, 0, where)
+    if _COLUMNS.fullmatch(name):
+        return _along(name, parts, 1, where)
+    if _WHOLE.fullmatch(name):
+        return _whole(name, parts, where)
+    if match := _DOWN.fullmatch(name):
+        return _down(name, match["what"], parts, arguments, where)
+    msg = f"{where}: how {name} is cut over {len(parts)} tensor-parallel ranks is not known"
+    raise UnsupportedError(msg, hint="save a distributed checkpoint (--ckpt-format torch_dist), which tells by itself")
+
+
+def _named(name: str, tensor: TensorRef) -> TensorRef:
+    return TensorRef(name, tensor.dtype, tensor.shape, tensor.shards, tensor.replicas, tensor.stored)
+
+
+def _whole(name: str, parts: Sequence[TensorRef], where: str) -> TensorRef:
+    first = parts[0]
+    if any(part.shape != first.shape for part in parts):
+        msg = f"{where}: {name} should be whole on every rank, but has shapes {sorted({part.shape for part in parts})}"
+        raise CorruptCheckpointError(msg, hint=_MIXED)
+    copies = stacked([part.shards for part in parts[1:]], len(first.shape))
+    return TensorRef(name, first.dtype, first.shape, first.shards, copies)
+
+
+def _along(name: str, parts: Sequence[TensorRef], dim: int, where: str) -> TensorRef:
+    first = parts[0]
+    if len(first.shape) <= dim:
+        raise CorruptCheckpointError(f"{where}: {name} {list(first.shape)} has no dim {dim}", hint=_MIXED)
+    tables, at = [], 0
+    for part in parts:
+        if any(k != dim and n != m for k, (n, m) in enumerate(zip(part.shape, first.shape, strict=True))):
+            msg = f"{where}: {name} is {list(first.shape)} on rank 0 and {list(part.shape)} elsewhere"
+            raise CorruptCheckpointError(msg, hint=_MIXED)
+        by = [0] * len(first.shape)
+        by[dim] = at
+        tables.append(moved(part.shards, by))
+        at += part.shape[dim]
+    shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
+    return TensorRef(name, first.dtype, shape, stacked(tables, len(shape)))
+
+
+def _halves(name: str, parts: Sequence[TensorRef]) -> TensorRef:
+    """Each rank holds [gate_r; up_r]: all gates, then all ups."""
+    first = parts[0]
+    total = sum(part.shape[0] for part in parts)
+    rest = (0,) * (len(first.shape) - 1)
+    tables, at = [], 0
+    for part in parts:
+        half, size = part.shape[0] // 2, part.dtype.itemsize
+        tables.append(moved(rows_of(part.shards, 0, half, size), (at, *rest)))
+        tables.append(moved(rows_of(part.shards, half, 2 * half, size), (total // 2 + at, *rest)))
+        at += half
+    return TensorRef(name, first.dtype, (total, *first.shape[1:]), stacked(tables, len(first.shape)))
+
+
+def _is_gated(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, Any]) -> bool:
+    """Swiglu and its kind; without arguments (verl) every supported model is gated."""
+    for key in ("swiglu", "gated_linear_unit"):
+        if isinstance(arguments.get(key), bool):
+            return bool(arguments[key])
+    if any(part.shape[0] % 2 for part in parts):
+        raise CorruptCheckpointError(f"{name} has an odd number of rows on a rank", hint=_MIXED)
+    return True
+
+
+def _down(name: str, what: str, parts: Sequence[TensorRef], arguments: Mapping[str, Any], where: str) -> TensorRef:
+    if what == "q":
+        rows = arguments.get("q_lora_rank")
+    else:
+        latent, rotary = arguments.get("kv_lora_rank"), arguments.get("qk_pos_emb_head_dim")
+        rows = latent + rotary if type(latent) is int and type(rotary) is int else None
+    held = [part.shape[0] for part in parts]
+    if rows == held[0] and len(set(held)) == 1:
+        return _whole(name, parts, where)
+    if rows == sum(held):
+        return _along(name, parts, 0, where)
+    msg = f"{where}: {name} has {held} rows on its ranks, and the arguments' ranks of MLA do not tell whether it is cut"
+    raise UnsupportedError(msg, hint="save a distributed checkpoint (--ckpt-format torch_dist)")
+
+
+def grouped_stack(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, Any], where: str) -> TensorRef:
+    """The stack [E, in, out] of old grouped weights, from what each expert-parallel rank holds.
+
+    `weight1` is saved as [h, n * 2F] and `weight2` as [n * F, h], both views of [n, in, out] in memory.
+    """
+    total = arguments.get("num_experts")
+    if type(total) is not int or total < 1 or total % len(parts):
+        msg = f"{where}: {name} is a view of {len(parts)} stacks, and the arguments do not tell the number of experts"
+        raise UnsupportedError(msg, hint="save a distributed checkpoint (--ckpt-format torch_dist)")
+    local = total // len(parts)
+    first = parts[0]
+    rows, columns = first.shape if len(first.shape) == 2 else (0, 0)
+    inner = (rows, columns // local) if name.endswith("weight1") else (rows // local, columns)
+    if math.prod(inner) * local != math.prod(first.shape) or any(part.shape != first.shape for part in parts):
+        raise CorruptCheckpointError(f"{where}: {name} {list(first.shape)} is no stack of {local} experts", hint=_MIXED)
+    table: list[tuple[Box, int, int]] = []
+    for rank, part in enumerate(parts):
+        if len(part.shards) != 1:
+            raise CorruptCheckpointError(f"{where}: {name} is in {len(part.shards)} pieces", hint=_MIXED)
+        _, file, offset = part.shards.row(0)
+        start = rank * local
+        table.append((Box((start, 0, 0), (start + local, *inner)), file, offset))
+    return TensorRef(name, first.dtype, (total, *inner), ShardTable.of(table, 3))

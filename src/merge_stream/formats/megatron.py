@@ -1,0 +1,93 @@
+"""Megatron checkpoints: core's distributed ones (`torch_dist`, zarr), its FSDP, and a file for each rank.
+
+    folder             -> layout          (`_megatron_folder`)
+    layout             -> raw tensors     (`_megatron_dist`, `_megatron_zarr`, `_megatron_ranks`)
+    raw tensors        -> canonical names (`_megatron_names`); what they are called in the repository is told later
+                                          (`architectures/megatron`)
+
+Neither Megatron nor Transformer Engine is imported, and no object of theirs is built. Optimizer states are never read;
+extra states neither.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from merge_stream.errors import IncompleteShardsError, UnknownFormatError
+from merge_stream.formats._catalog import FileTable, clean_names, config_dirs
+from merge_stream.formats._megatron_dist import read_dist
+from merge_stream.formats._megatron_folder import locate
+from merge_stream.formats._megatron_names import canonical
+from merge_stream.formats._megatron_ranks import read_ranks
+from merge_stream.formats._megatron_zarr import read_zarr
+from merge_stream.formats.base import CheckpointFormat, Detection
+from merge_stream.options import OpenOptions
+from merge_stream.storage.base import ByteTree
+from merge_stream.tensors.ref import Catalog
+
+__all__ = ["MEMBER", "Megatron"]
+
+_WORDS = {
+    "torch_dist": "a Megatron-core distributed checkpoint",
+    "dcp": "a DCP folder of Megatron",
+    "zarr": "a Megatron-core checkpoint of zarr arrays",
+    "ranks": "Megatron files of each rank",
+}
+
+
+class Megatron:
+    """A run, an iteration, or the folder of the weights itself."""
+
+    name = "megatron"
+    summary = "Megatron: core torch_dist and zarr, Megatron-FSDP, mp_rank_*/model_optim_rng.pt; verl, NeMo 2 folders"
+    own_options = frozenset({"weights"})
+
+    def detect(self, tree: ByteTree) -> Detection | None:
+        """By trackers, metadata.json, names of files and, where need be, names in the metadata."""
+        found = locate(tree)
+        if found is None:
+            return None
+        where = f" in {found.folder}/" if found.folder else ""
+        return Detection(f"{_WORDS[found.layout]}{where}", rank=80)
+
+    def open(self, tree: ByteTree, options: OpenOptions) -> Catalog:
+        """Every tensor under its canonical name."""
+        found = locate(tree)
+        if found is None:
+            msg = f"{tree.label} holds no Megatron checkpoint"
+            raise UnknownFormatError(msg, hint="pass the folder of a run or of one iteration")
+        here = tree.subtree(found.folder)
+        table = FileTable(here)
+        if found.layout == "zarr":
+            raw = read_zarr(here, table)
+        elif found.layout == "ranks":
+            raw = read_ranks(here, table)
+        else:
+            raw = read_dist(here, table, options, unprefixed=found.layout == "torch_dist")
+        model = canonical(raw.tensors)
+        if not model.tensors:
+            msg = f"{here.label} holds no weights of a model: {dict(model.ignored)}"
+            raise IncompleteShardsError(msg, hint="it holds the optimizer's state; pass the model's folder")
+        clean_names(model.tensors, here.label)
+        ignored = raw.ignored + model.ignored
+        dirs = [str(Path(here.label))]
+        for folder in found.configs:
+            dirs += config_dirs(tree.subtree(folder))
+        return Catalog(
+            format=self.name,
+            root=here.label,
+            tensors=model.tensors,
+            files=table.files,
+            facts={"layout": found.layout, **raw.facts},
+            ignored=ignored,
+            notes=(*found.notes, *raw.notes, *model.notes),
+            naming="megatron",
+            config_dirs=tuple(dict.fromkeys((*config_dirs(here), *dirs[1:], *config_dirs(tree)))),
+            metadata_nbytes=raw.metadata_nbytes,
+            checksums=raw.checksums,
+            padded_vocabulary="any",
+            module_dtype=raw.module_dtype,
+        )
+
+
+MEMBER: CheckpointFormat = Megatron()
