@@ -192,7 +192,7 @@ def _check_file(tree: ByteTree, array: StoredArray) -> None:
 def _rows(array: StoredArray, file: int) -> ShardTable:
     """One shard for each chunk, without its padding."""
     dims = len(array.shape)
-    number = np.indices(array.grid, dtype=np.int64).reshape(dims, -1).T
+    number = np.indices(array.grid, dtype=np.int64).reshape(dims, array.chunks).T
     start = number * np.array(array.chunk, dtype=np.int64)
     stop = np.minimum(start + np.array(array.chunk, dtype=np.int64), np.array(array.shape, dtype=np.int64))
     count = array.chunks

@@ -1,0 +1,1 @@
+"""Staging in a zarr store."""
