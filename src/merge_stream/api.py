@@ -27,7 +27,8 @@ from merge_stream.engine.governor import Governor
 from merge_stream.engine.limits import flush_window
 from merge_stream.engine.memory import MemoryPlan, peak_rss
 from merge_stream.engine.staging import DirectStaging
-from merge_stream.errors import SourceChangedError, VerificationError
+from merge_stream.engine.unchanged import sources_unchanged
+from merge_stream.errors import VerificationError
 from merge_stream.job import Job, card_facts, make_plan, memory_for
 from merge_stream.memory_files import remarks_on_memory_files
 from merge_stream.opening import open_checkpoint
@@ -37,13 +38,13 @@ from merge_stream.output.place import (
     OutputPlace,
     choose_place,
     commit,
+    confirm_place,
     finish_interrupted_commit,
     interrupted_commit,
 )
-from merge_stream.planning.plan import Plan
 from merge_stream.preflight import preflight
 from merge_stream.report import Report
-from merge_stream.storage.local import LocalSource, time_of_change
+from merge_stream.storage.local import LocalSource
 from merge_stream.verification.verdict import compare_with_plan, verify
 
 if TYPE_CHECKING:
@@ -105,10 +106,11 @@ def execute(
     staging = area(place.work, job.plan, restart=job.options.restart, flush_bytes=flush_window())
     source = LocalSource(job.options.io, window_bytes=memory.segment)
     try:
+        confirm_place(place, begun=staging.resumed)
         if staging.resumed:
             observer(Noted(f"continuing the run that began in {place.work}"))
         observer(Phase("merging", job.plan.write_nbytes - sum(len(o.header) for o in job.plan.outputs)))
-        with Governor(budget, memory, observer) as governor:
+        with Governor(budget, memory, observer) as governor, sources_unchanged(job.plan):
             executed = run_plan(
                 job.plan,
                 staging,
@@ -119,7 +121,6 @@ def execute(
                 observer=observer,
                 stop=stop,
             )
-        _check_sources(job.plan)
     except BaseException:
         staging.close()
         raise
@@ -143,16 +144,17 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         verified.append("headers, index and sizes were read back")
         checksums = _checksums(staged, observer, stop)
         if job.options.verify:
-            compare_with_plan(
-                job.plan,
-                place.model_dir,
-                job.encoding,
-                staged.budget,
-                staged.memory.segment,
-                observer,
-                stop,
-                job.options.io,
-            )
+            with sources_unchanged(job.plan):
+                compare_with_plan(
+                    job.plan,
+                    place.model_dir,
+                    job.encoding,
+                    staged.budget,
+                    staged.memory.segment,
+                    observer,
+                    stop,
+                    job.options.io,
+                )
             verified.append("all values were read back and compared with the source")
         left_over = commit(place)
     finally:
@@ -320,16 +322,3 @@ def _ways(staged: Staged) -> dict[str, int]:
     mapped = staged.mapped_nbytes
     ways = {"mmap": mapped, "pread": staged.executed.read_nbytes - mapped}
     return {way: nbytes for way, nbytes in ways.items() if nbytes}
-
-
-def _check_sources(plan: Plan) -> None:
-    """Raise when a source file is no longer the one that was planned with."""
-    for file in plan.files:
-        try:
-            info = os.stat(file.path)
-            same = (info.st_size, time_of_change(info)) == (file.nbytes, file.mtime_ns)
-        except OSError:
-            same = False
-        if not same:
-            msg = f"{file.name} changed while it was merged (size or time of change differ from the start)"
-            raise SourceChangedError(msg, hint="let the trainer finish, then run again with --restart")

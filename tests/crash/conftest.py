@@ -47,10 +47,13 @@ class Small:
         assert [p.name for p in out.iterdir() if p.name.startswith(".")] == []
 
     def assert_nothing_wrong(self, out: Path) -> None:
-        """What has config and index, as a loader wants, holds the right tensors; OUT and its partial folder alike."""
+        """What a loader would take (config, index, all files it names) holds the right tensors, wherever it stands."""
         for folder in (out, Path(f"{out}.partial") / "model", out / ".merge-stream" / "model"):
             names = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-            if {"config.json", "model.safetensors.index.json"} <= names:
+            if not {"config.json", "model.safetensors.index.json"} <= names:
+                continue
+            index = json.loads((folder / "model.safetensors.index.json").read_text())
+            if set(index["weight_map"].values()) <= names:
                 assert_holds(folder, self.tensors)
 
 

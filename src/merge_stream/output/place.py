@@ -26,7 +26,7 @@ from merge_stream.engine.staging import STORE_ENTRIES
 from merge_stream.errors import MergeStreamError, OutputBusyError, OutputExistsError, UsageError
 from merge_stream.units import counted
 
-__all__ = ["OutputPlace", "choose_place", "commit", "finish_interrupted_commit", "interrupted_commit"]
+__all__ = ["OutputPlace", "choose_place", "commit", "confirm_place", "finish_interrupted_commit", "interrupted_commit"]
 
 _MARK = ".committing"
 _INNER = ".merge-stream"
@@ -106,6 +106,19 @@ def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[
         msg = f"{text} is a mount point and not empty, so it cannot be swapped for the new model at once"
         raise OutputExistsError(msg, hint="empty it, or choose a folder below it")
     return _own(OutputPlace(path, path + ".partial", inside=False, replaces=True))
+
+
+def confirm_place(place: OutputPlace, *, begun: bool) -> None:
+    """Once the lock is held: OutputExistsError when another run has made OUT since the place was chosen.
+
+    A work folder that no run had `begun` before this one is removed again.
+    """
+    try:
+        choose_place(place.out, overwrite=place.replaces)
+    except OutputExistsError:
+        if not begun:
+            shutil.rmtree(place.work, ignore_errors=True)
+        raise
 
 
 def _own(place: OutputPlace) -> OutputPlace:
