@@ -639,5 +639,5 @@ class TestTorchtitan:
 
 
 def test_an_unknown_naming_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="'megatron'"):
-        map_names(catalog(llama(), "megatron"), info(), "upstream")
+    with pytest.raises(UnsupportedError, match="'jax'"):
+        map_names(catalog(llama(), "jax"), info(), "upstream")
