@@ -25,7 +25,7 @@ from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.fold import fold_bytes
 from merge_stream.engine.memory import MemoryPlan, metadata_ahead, plan_memory
 from merge_stream.engine.probe import Prober
-from merge_stream.engine.stored_checksums import ChecksumFindings
+from merge_stream.engine.stored_checksums import ChecksumFindings, ranges_ahead
 from merge_stream.engine.twins import as_stored
 from merge_stream.errors import CorruptCheckpointError
 from merge_stream.options import DtypeName, MergeOptions
@@ -100,7 +100,7 @@ def make_plan(
         workers=options.workers,
         compare=True,
         fold=fold_bytes(named.folds),
-        ahead=_ahead(options, named) + metadata_ahead(planned=len(resolved)),
+        ahead=_ahead(options, named) + metadata_ahead(planned=len(resolved)) + _checksums_ahead(options, catalog),
         io=options.io,
         bound=options.max_mem_origin,
     )
@@ -231,6 +231,10 @@ def _materialize(
     head, twin = pair
     resolved[head] = Resolved(replace(resolved[twin].parameter, name=head), resolved[twin].source)
     return [f"{head} is written equal to {twin}, to which config.json ties it (--materialize-tied)"]
+
+
+def _checksums_ahead(options: MergeOptions, catalog: Catalog) -> int:
+    return ranges_ahead(catalog, replicas=options.check_replicas) if options.check_crc else 0
 
 
 def _probe_checksums(

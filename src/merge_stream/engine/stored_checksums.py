@@ -23,14 +23,15 @@ from merge_stream.engine.executor import StopFlag, run_workers
 from merge_stream.errors import CorruptCheckpointError
 from merge_stream.planning.plan import Assembly, LowRank, ResolvedTake
 from merge_stream.storage.base import ByteSource
-from merge_stream.tensors.ref import Catalog, ShardTable, SourceFile
+from merge_stream.tensors.ref import Catalog, ShardTable, SourceFile, TensorRef
 from merge_stream.tensors.stored_checksum import ChecksumAlgorithm, StoredRecord
 from merge_stream.units import format_bytes
 
-__all__ = ["ChecksumFindings", "check_stored", "ranges_read", "refuse_broken"]
+__all__ = ["ChecksumFindings", "check_stored", "ranges_ahead", "ranges_read", "refuse_broken"]
 
 _SHOWN = 5
 _NAMES_SHOWN = 3
+_ROW_NBYTES = 120
 
 
 @dataclass(slots=True)
@@ -117,6 +118,16 @@ _ALGORITHMS: dict[ChecksumAlgorithm, Callable[[], _Running]] = {
 }
 
 
+def ranges_ahead(catalog: Catalog, *, replicas: bool) -> int:
+    """Bytes that `ranges_read` takes for all shards (and replicas) of a catalog while it sorts them."""
+    rows = sum(len(t.shards) + (len(t.replicas) if replicas and t.replicas is not None else 0) for t in _all(catalog))
+    return rows * _ROW_NBYTES
+
+
+def _all(catalog: Catalog) -> Iterable[TensorRef]:
+    return (*catalog.tensors.values(), *catalog.twins.values())
+
+
 def ranges_read(sources: Iterable[Assembly]) -> dict[int, np.ndarray]:
     """File number -> int64 [n, 2], start and stop of each stored box that the assemblies read from, sorted."""
     files: list[np.ndarray] = []
@@ -157,15 +168,14 @@ def check_stored(
     stop: StopFlag,
 ) -> ChecksumFindings:
     """Compare every stored checksum of a record that meets `ranges`; broken ones are in the findings."""
-    findings = ChecksumFindings()
-    wanted = list(_records(catalog, ranges, findings))
-    findings.records, findings.nbytes = len(wanted), sum(record.nbytes for record in wanted)
-    findings.files = len({record.path for record in wanted})
+    findings = _counted(catalog, ranges)
     observer(Phase("checking stored checksums", findings.nbytes))
     tell = threading.Lock()
 
     def worker(records: Iterator[StoredRecord]) -> None:
         for record in records:
+            if not record.digest:
+                continue
             running = _ALGORITHMS[record.algorithm]()
             at, end = record.offset, record.offset + record.nbytes
             while at < end:
@@ -182,7 +192,7 @@ def check_stored(
                 with tell:
                     findings.broken.append(BrokenRecord(record, got))
 
-    run_workers(wanted, worker, budget.slots, stop)
+    run_workers(_records(catalog, ranges), worker, budget.slots, stop)
     findings.broken.sort(key=lambda b: (b.record.path, b.record.offset))
     for broken in findings.broken:
         broken.tensors = _tensors_in(catalog, broken.record)
@@ -206,24 +216,31 @@ def refuse_broken(findings: ChecksumFindings) -> None:
     )
 
 
-def _records(catalog: Catalog, ranges: dict[int, np.ndarray], findings: ChecksumFindings) -> Iterator[StoredRecord]:
-    """Records with a checksum that meet the ranges; those without are counted."""
-    paths = {catalog.files[number].path: number for number in ranges}
+def _counted(catalog: Catalog, ranges: dict[int, np.ndarray]) -> ChecksumFindings:
+    """How much there is to check. The directories are read for it, and read again for the work: none is kept."""
+    findings = ChecksumFindings()
     known: set[str] = set()
-    seen: set[tuple[str, int, ChecksumAlgorithm]] = set()
+    held: set[str] = set()
+    for record in _records(catalog, ranges):
+        known.add(record.path)
+        if record.digest:
+            held.add(record.path)
+            findings.records += 1
+            findings.nbytes += record.nbytes
+        else:
+            findings.bare_records += 1
+    findings.files, findings.bare_files = len(held), len(ranges) - len(known)
+    return findings
+
+
+def _records(catalog: Catalog, ranges: dict[int, np.ndarray]) -> Iterator[StoredRecord]:
+    """Records that meet the ranges, those without a checksum too."""
+    paths = {catalog.files[number].path: number for number in ranges}
     for reader in catalog.checksums:
         for record in reader(frozenset(paths)):
-            key = (record.path, record.offset, record.algorithm)
             number = paths.get(record.path)
-            if number is None or key in seen or not _meets(ranges[number], record):
-                continue
-            seen.add(key)
-            known.add(record.path)
-            if record.digest:
+            if number is not None and _meets(ranges[number], record):
                 yield record
-            else:
-                findings.bare_records += 1
-    findings.bare_files = len(paths) - len(known)
 
 
 def _meets(spans: np.ndarray, record: StoredRecord) -> bool:

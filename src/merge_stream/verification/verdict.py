@@ -30,6 +30,7 @@ from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.fold import fold_bytes
 from merge_stream.engine.memory import plan_memory
 from merge_stream.engine.probe import Prober
+from merge_stream.engine.stored_checksums import ranges_ahead
 from merge_stream.errors import CheckpointError, MergeStreamError, UnknownFormatError, VerificationError
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import IoName, LayoutName, LoraChoice, OpenOptions
@@ -157,12 +158,21 @@ def verify(
         check_shards(catalog, catalog.tensors)
     named = _named(model, reference, base_model, lora, verdict)
     fold = fold_bytes(named.folds if named is not None else ())
-    memory = plan_memory(max_mem, workers=workers, compare=True, fold=fold, io=io, bound=max_mem_origin)
+    ahead = ranges_ahead(reference, replicas=False) if check_crc else 0
+    memory = plan_memory(max_mem, workers=workers, compare=True, fold=fold, ahead=ahead, io=io, bound=max_mem_origin)
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     encoding = Cast("keep")
     with_source = LocalSource(io, window_bytes=memory.segment)
     try:
-        prober = Prober(reference, CheckedSource(with_source, reference.chunk_sums), encoding, budget, memory.segment, observer, stop)
+        prober = Prober(
+            reference,
+            CheckedSource(with_source, reference.chunk_sums),
+            encoding,
+            budget,
+            memory.segment,
+            observer,
+            stop,
+        )
         wanted = _wanted(model, reference, named, prober, verdict)
         if check_crc:
             verdict.notes.append(prober.stored_checksums((r.source for r in wanted.values()), replicas=False).text)
