@@ -26,6 +26,7 @@ import pickle
 from typing import Any, NoReturn, Self
 
 from merge_stream.containers.pickle_guard import check_pickle
+from merge_stream.containers.pickle_source import PickleSource
 from merge_stream.errors import CorruptCheckpointError, UnsafePickleError
 
 __all__ = ["Recorder", "StorageRecord", "described", "dotted_name", "is_class", "is_instance", "read_pickle"]
@@ -187,9 +188,8 @@ _SHARED_PACKAGES = frozenset({"torch", "collections", "pathlib", "argparse"})
 class _Unpickler(pickle.Unpickler):
     """C unpickler that resolves every global to a recorder class."""
 
-    def __init__(self, data: bytes, where: str) -> None:
-        # BufferedReader has peek(), which lets the C code read ahead
-        super().__init__(io.BufferedReader(io.BytesIO(data), min(max(len(data), 64), 1 << 17)))
+    def __init__(self, stream: io.BufferedReader, where: str) -> None:
+        super().__init__(stream)
         self.where = where
         self.storages: dict[str, StorageRecord] = {}
         self._own: dict[tuple[str, str], type] = {}
@@ -248,14 +248,17 @@ class _Unpickler(pickle.Unpickler):
         raise CorruptCheckpointError(msg, hint="this is not a plain torch.save file (a view of a legacy storage?)")
 
 
-def read_pickle(data: bytes, where: str, *, start: int = 0) -> tuple[Any, int, dict[str, StorageRecord]]:
+def read_pickle(data: bytes | PickleSource, where: str, *, start: int = 0) -> tuple[Any, int, dict[str, StorageRecord]]:
     """Read the pickle at `start`: (plain object, position after it, storages by key).
 
     `where` names the file in messages. UnsafePickleError when it asks for code or is built to do
-    harm, TruncatedFileError or another CorruptCheckpointError when it is broken.
+    harm, TruncatedFileError or another CorruptCheckpointError when it is broken,
+    MemoryLimitTooSmallError when it builds more than the allowance of its source.
     """
-    end = check_pickle(data, start, where)
-    unpickler = _Unpickler(data[start:end], where)
+    source = data if isinstance(data, PickleSource) else PickleSource.of(data, where)
+    end = check_pickle(source, start, where)
+    stream = source.stream(start, end)
+    unpickler = _Unpickler(stream, where)
     try:
         return unpickler.load(), end, unpickler.storages
     except _ERRORS as error:
@@ -264,5 +267,7 @@ def read_pickle(data: bytes, where: str, *, start: int = 0) -> tuple[Any, int, d
         text = "its values are nested too deeply"
     except MemoryError:
         text = "it needs more memory than there is"
+    finally:
+        stream.close()
     msg = f"{where}: the pickle cannot be read: {text[:300]}"
     raise CorruptCheckpointError(msg, hint="the file is damaged, or was not written by torch.save")

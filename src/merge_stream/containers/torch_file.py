@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from merge_stream.containers.pickle_reader import read_pickle
+from merge_stream.containers.pickle_source import PickleSource
 from merge_stream.containers.torch_legacy import LEGACY_START, read_stream
 from merge_stream.containers.torch_zip import Record, ZipDirectory, read_directory
 from merge_stream.errors import CorruptCheckpointError, TruncatedFileError, UnsupportedError
@@ -24,6 +25,7 @@ from merge_stream.storage.base import ByteTree
 __all__ = ["StorageExtent", "TorchFile", "open_torch_file"]
 
 _SMALL_GAP = 4096
+_ONE_READ = 1 << 20
 _RETRY = "the file is cut or damaged: copy it again from where it was saved"
 
 
@@ -102,15 +104,17 @@ def _open_zip(tree: ByteTree, name: str, start: int, nbytes: int) -> TorchFile:
         what = "a TorchScript archive" if "constants.pkl" in records else "a zip, but not one of torch.save"
         msg = f"{where} is {what}: it holds no data.pkl"
         raise CorruptCheckpointError(msg, hint="wanted a state dict saved with torch.save")
-    pickled, order, read = _read_pickle_bytes(tree, name, directory)
+    record = records["data.pkl"]
+    pickled, order, read = _pickle_and_order(tree, name, directory, where)
     if order not in (b"", b"little"):
         msg = f"{where} has byte order {order[:20]!r}, wanted little"
         raise UnsupportedError(msg, hint="load and save it again with torch on a little-endian machine")
-    wanted = records["data.pkl"].crc32
-    if wanted and zlib.crc32(pickled) != wanted:
-        msg = f"{where}: data.pkl has checksum {zlib.crc32(pickled):08x}, wanted {wanted:08x}"
-        raise CorruptCheckpointError(msg, hint=_RETRY)
-    root, _, needed = read_pickle(pickled, where)
+    at_once = pickled.whole  # a long one is read as the scan allows it
+    if at_once:
+        _check_sum(pickled, record, where)
+    root, end, needed = read_pickle(pickled, where)
+    if not at_once and end == len(pickled.data) == record.nbytes:
+        _check_sum(pickled, record, where)
     storages = {
         key[5:]: StorageExtent(*record) for key, record in records.items() if key.startswith("data/") and key != "data/"
     }
@@ -122,16 +126,25 @@ def _open_zip(tree: ByteTree, name: str, start: int, nbytes: int) -> TorchFile:
     return TorchFile(where, root, storages, directory.metadata_nbytes + read, producer)
 
 
-def _read_pickle_bytes(tree: ByteTree, name: str, directory: ZipDirectory) -> tuple[bytes, bytes, int]:
-    """(data.pkl, content of byteorder or b"", bytes read): one read where they are neighbours."""
+def _check_sum(pickled: PickleSource, record: Record, where: str) -> None:
+    if record.crc32 and zlib.crc32(pickled.data) != record.crc32:
+        msg = f"{where}: data.pkl has checksum {zlib.crc32(pickled.data):08x}, wanted {record.crc32:08x}"
+        raise CorruptCheckpointError(msg, hint=_RETRY)
+
+
+def _pickle_and_order(
+    tree: ByteTree, name: str, directory: ZipDirectory, where: str
+) -> tuple[PickleSource, bytes, int]:
+    """(data.pkl, content of byteorder or b"", bytes read): one read where they are neighbours, and not long."""
     data: Record = directory.records["data.pkl"]
     order = directory.records.get("byteorder")
     end = data.offset + data.nbytes
-    if order is None:
-        return tree.read(name, data.offset, data.nbytes), b"", data.nbytes
-    if end <= order.offset <= end + _SMALL_GAP and order.nbytes <= _SMALL_GAP:
+    if order and data.nbytes <= _ONE_READ and end <= order.offset <= end + _SMALL_GAP and order.nbytes <= _SMALL_GAP:
         wanted = order.offset + order.nbytes - data.offset
+        tree.allowance.require(wanted, where)
         both = tree.read(name, data.offset, wanted)
-        return both[: data.nbytes], both[order.offset - data.offset :], wanted
-    text = tree.read(name, order.offset, min(order.nbytes, _SMALL_GAP))
-    return tree.read(name, data.offset, data.nbytes), text, data.nbytes + len(text)
+        source = PickleSource(lambda at, n: both[at : at + n], data.nbytes, where, tree.allowance)
+        return source, both[order.offset - data.offset :], wanted
+    text = tree.read(name, order.offset, min(order.nbytes, _SMALL_GAP)) if order else b""
+    source = PickleSource(lambda at, n: tree.read(name, data.offset + at, n), data.nbytes, where, tree.allowance)
+    return source, text, data.nbytes + len(text)

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from merge_stream.storage.allowance import MetadataAllowance
+
 __all__ = ["ByteSink", "ByteSource", "ByteTree", "FileEntry", "Writable"]
 
 Writable = memoryview | bytearray
@@ -31,11 +33,12 @@ class FileEntry:
 class ByteTree(Protocol):
     """A closed set of files below one or several input folders.
 
-    Names are relative, with "/" between folders.
+    Names are relative, with "/" between folders. `allowance` bounds what readers of metadata build.
     """
 
     label: str
     files: Mapping[str, FileEntry]
+    allowance: MetadataAllowance
 
     def subtree(self, folder: str) -> ByteTree:
         """The same files seen from `folder` (relative; "" is the tree itself)."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from merge_stream.errors import CorruptCheckpointError, TruncatedFileError, UnknownFormatError
 from merge_stream.options import IoName
+from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.base import FileEntry
 from merge_stream.storage.mapped import Mapped
 from merge_stream.storage.open_files import OpenFiles, open_file_limit
@@ -37,14 +38,21 @@ class LocalTree:
     folders themselves.
     """
 
-    def __init__(self, label: str, files: Mapping[str, FileEntry], doubles: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        label: str,
+        files: Mapping[str, FileEntry],
+        doubles: Mapping[str, tuple[str, ...]],
+        allowance: MetadataAllowance | None = None,
+    ) -> None:
+        self.allowance = allowance or MetadataAllowance()
         self.label = label
         self.files = files
         self._doubles = doubles
         self._compared: set[str] = set()
 
     @classmethod
-    def of(cls, folders: Sequence[str | os.PathLike[str]]) -> LocalTree:
+    def of(cls, folders: Sequence[str | os.PathLike[str]], allowance: MetadataAllowance | None = None) -> LocalTree:
         """List `folders`; UnknownFormatError when one is missing, PermissionError text when unreadable."""
         files: dict[str, FileEntry] = {}
         doubles: dict[str, list[str]] = {}
@@ -59,7 +67,7 @@ class LocalTree:
                 else:
                     files[name] = entry
         ordered = {k: files[k] for k in sorted(files, key=natural_key)}
-        return cls(os.fspath(folders[0]), ordered, {k: tuple(v) for k, v in doubles.items()})
+        return cls(os.fspath(folders[0]), ordered, {k: tuple(v) for k, v in doubles.items()}, allowance)
 
     def subtree(self, folder: str) -> LocalTree:
         """The same files seen from `folder`."""
@@ -71,12 +79,13 @@ class LocalTree:
             os.path.join(self.label, folder),
             {k[cut:]: v for k, v in self.files.items() if k.startswith(prefix)},
             {k[cut:]: v for k, v in self._doubles.items() if k.startswith(prefix)},
+            self.allowance,
         )
 
     def only(self, name: str) -> LocalTree:
         """The tree of that one file and the JSON files beside it."""
         kept = {k: v for k, v in self.files.items() if k == name or ("/" not in k and k.endswith(".json"))}
-        return LocalTree(self.label, kept, {k: v for k, v in self._doubles.items() if k in kept})
+        return LocalTree(self.label, kept, {k: v for k, v in self._doubles.items() if k in kept}, self.allowance)
 
     def folders(self) -> Iterable[str]:
         """Names of the folders directly below."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from merge_stream.errors import TruncatedFileError
+from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.base import FileEntry
 
 __all__ = ["MemorySink", "MemorySource", "MemoryTree"]
@@ -13,7 +14,10 @@ __all__ = ["MemorySink", "MemorySource", "MemoryTree"]
 class MemoryTree:
     """A `ByteTree` over {name: bytes}."""
 
-    def __init__(self, contents: Mapping[str, bytes], label: str = "memory") -> None:
+    def __init__(
+        self, contents: Mapping[str, bytes], label: str = "memory", allowance: MetadataAllowance | None = None
+    ) -> None:
+        self.allowance = allowance or MetadataAllowance()
         self.label = label
         self._contents = contents
         self.files = {name: FileEntry(name, len(data), 0) for name, data in contents.items()}
@@ -22,7 +26,7 @@ class MemoryTree:
         """The same files seen from `folder`."""
         prefix = folder.rstrip("/") + "/" if folder else ""
         below = {k[len(prefix) :]: v for k, v in self._contents.items() if k.startswith(prefix)}
-        return MemoryTree(below, f"{self.label}/{folder}")
+        return MemoryTree(below, f"{self.label}/{folder}", self.allowance)
 
     def folders(self) -> Iterable[str]:
         """Names of the folders directly below."""
