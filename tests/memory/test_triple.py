@@ -242,3 +242,26 @@ def test_many_tensors(tmp_path: pathlib.Path, more: Sequence[str]) -> None:
     }
     source = write_hub(tmp_path / "ckpt", tensors)
     merge(tmp_path, source, "--dtype", "bf16", *more).assert_triple(BOUND)
+
+
+@pytest.mark.parametrize("name", ["ranks_huge_dim1", "hub_huge"])
+def test_with_sha256(tmp_path: pathlib.Path, sources: pathlib.Path, name: str) -> None:
+    merge(tmp_path, sources / name, "--dtype", "bf16", "--sha256", bound="100M").assert_triple(100_000_000)
+
+
+def test_checking_a_record_larger_than_the_bound(tmp_path: pathlib.Path) -> None:
+    source = write_bin(tmp_path / "ckpt" / "pytorch_model.bin", {WIDE: torch.ones(60_000, 500)})
+    found = merge(tmp_path, source, "--check-crc", bound="100M")
+    found.assert_triple(100_000_000)
+    assert found.report["source_checksums"]["nbytes"] == 120_000_000
+
+
+def test_checking_many_records(tmp_path: pathlib.Path) -> None:
+    """No list of them is kept."""
+    tensors = {f"model.layers.{k // 100}.mlp.experts.{k % 100}.up_proj.weight": torch.ones(2, 8) for k in range(8000)}
+    source = write_bin(tmp_path / "ckpt" / "pytorch_model.bin", tensors)
+    plain = merge(tmp_path, source)
+    checked = merge(tmp_path, source, "--check-crc")
+    checked.assert_triple(BOUND)
+    assert checked.report["source_checksums"]["records"] == 8000
+    assert checked.peak <= plain.peak + 10_000_000

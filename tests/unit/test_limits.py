@@ -132,6 +132,7 @@ def limited(kind: int, nbytes: int, words: list[str]) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "letter"), [(resource.RLIMIT_AS, "v"), (resource.RLIMIT_DATA, "d")])
 def test_limits_of_the_process_count(tmp_path: pathlib.Path, kind: int, letter: str) -> None:
     """A merge that says that it can, can; below that it refuses with the figure that works."""

@@ -1,0 +1,36 @@
+"""What a person sees when memory is short."""
+
+from __future__ import annotations
+
+import pytest
+
+from merge_stream import console as module
+from merge_stream.console import Console
+from merge_stream.engine.events import Parked, Phase, Progress
+
+
+def test_parked_slabs_are_told_once_and_stand_in_the_progress_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_EVERY_SECONDS", 0.0)
+    with Console(quiet=False, allowed=100_000_000) as console:
+        console(Phase("merging", 1000))
+        console(Parked(2, 3, "the container"))
+        console(Progress(10))
+        console(Parked(1, 3, "the container"))
+        console(Progress(10))
+        console(Parked(3, 3, "the container"))
+        console(Progress(10))
+    first, note, one, two, none = capsys.readouterr().err.splitlines()
+    assert first == "merging: 1.00 kB"
+    assert note == "note: the container is short of memory: slabs are parked until that is over"
+    assert one.endswith("of 100 MB, 1 of 3 slabs parked (the container is short of memory)")
+    assert two.endswith("of 100 MB, 2 of 3 slabs parked (the container is short of memory)")
+    assert none.endswith("of 100 MB")
+
+
+def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    with Console(quiet=True, allowed=1) as console:
+        console(Phase("merging", 1000))
+        console(Parked(1, 3, "the host"))
+    assert capsys.readouterr().err == ""
