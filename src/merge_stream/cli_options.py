@@ -199,7 +199,7 @@ hub = _all(
 )
 
 _VERL: tuple[tuple[str, str, str], ...] = (
-    ("--backend", "NAME", "fsdp; Megatron's checkpoints are refused."),
+    ("--backend", "NAME", "fsdp or megatron; what the folder holds is found out in any case."),
     ("--local-dir", "CKPT", "The checkpoint."),
     ("--target-dir", "OUT", "The model folder to be; default: tmp."),
     ("--test-hf-dir", "REF", "The model to compare with."),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from merge_stream.architectures.lora_settings import SETTINGS_FILES
 from merge_stream.architectures.user_rules import NAMING, read_rules
 from merge_stream.discovery import members_of
-from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UnsupportedError, UsageError
+from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UsageError
 from merge_stream.formats._stored_checksums import INTEGRITY_FILE, IntegrityFile
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
@@ -101,7 +100,6 @@ def find_checkpoint(tree: LocalTree, format_name: str | None = None) -> Found:
     if len(found) == 1:
         return found[0]
     if not found:
-        _refuse_later_formats(tree)
         raise _unknown(tree, format_name)
     lines = "".join(f"\n  {f.folder}/  {f.format.name}: {f.detection.evidence}" for f in found[:_SHOWN])
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -161,18 +159,6 @@ def _config_dirs(tree: LocalTree) -> Iterator[str]:
     for name in ("huggingface/config.json", "config.json"):
         if name in tree.files:
             yield os.path.dirname(tree.files[name].path)
-
-
-_LATER = ((re.compile(r".*(model_optim_rng\.pt|latest_checkpointed_iteration\.txt|/common\.pt)"), "Megatron"),)
-
-
-def _refuse_later_formats(tree: LocalTree) -> None:
-    """Checkpoints that are recognised, and that this version does not merge."""
-    for pattern, trainer in _LATER:
-        name = next((n for n in tree.files if n.count("/") <= _DEPTH and pattern.fullmatch(n)), None)
-        if name is not None:
-            msg = f"{tree.label} is a {trainer} checkpoint (it holds {name}), which this version does not merge"
-            raise UnsupportedError(msg, hint="this version merges FSDP, TP and EP meshes, DCP and DeepSpeed")
 
 
 def _unknown(tree: LocalTree, format_name: str | None) -> UnknownFormatError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merge_stream.errors import UnsupportedError, UsageError
+from merge_stream.errors import UsageError
 
 __all__ = ["VerlOptions", "explain_and_check"]
 
@@ -48,11 +48,8 @@ _MEANINGLESS = {
 
 
 def explain_and_check(given: VerlOptions) -> list[str]:
-    """Lines that explain options without a meaning here; raises for what cannot be done yet."""
+    """Lines that explain options without a meaning here; UsageError for a backend that verl does not have."""
     if given.backend not in {None, "fsdp", "megatron"}:
         msg = f"--backend {given.backend} is neither fsdp nor megatron"
         raise UsageError(msg)
-    if given.backend == "megatron":
-        msg = "--backend megatron: Megatron checkpoints are not supported in this version"
-        raise UnsupportedError(msg, hint="this version merges FSDP, TP and EP meshes, DCP and DeepSpeed")
     return [f"--{name} has no effect: {why}" for name, why in _MEANINGLESS.items() if getattr(given, name)]

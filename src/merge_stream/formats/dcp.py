@@ -145,8 +145,8 @@ def _is_megatron_folder(tree: ByteTree) -> bool:
 
 def _refuse_megatron(tree: ByteTree, sign: str) -> None:
     raise UnsupportedError(
-        f"{tree.label} is a Megatron distributed checkpoint ({sign}); reading megatron checkpoints comes later",
-        hint="convert it with Megatron's own tools meanwhile",
+        f"{tree.label} is a Megatron distributed checkpoint ({sign}), not a plain DCP folder",
+        hint="leave --format out, or give --format megatron",
     )
 
 
