@@ -62,11 +62,11 @@ def ranks(folder: pathlib.Path) -> pathlib.Path:
 
 def real_dcp(folder: pathlib.Path) -> pathlib.Path:
     """What `dcp.save` itself writes: several zips in one file, Python values beside the tensors."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "assuming the intent is to save in a single process"
-        dcp.save({**TENSORS, "step": 7}, checkpoint_id=folder, no_dist=True)
+        save({**TENSORS, "step": 7}, checkpoint_id=folder, no_dist=True)
     return folder
 
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor import Shard
 
 from merge_stream import api
 from merge_stream.api import finalize, make_plan, merge, open_checkpoint
-from merge_stream.engine import journal
 from merge_stream.engine.file_checksums import joined_crc32c
 from merge_stream.engine.staging import DirectStaging
 from merge_stream.errors import InterruptedRunError
@@ -89,14 +88,14 @@ def test_the_checksum_is_of_what_was_meant_to_be_written(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that writes something else is found out: the file's own CRC is another one."""
-    write_at = api.DirectStaging.write
+    write_at = DirectStaging.write
 
     def faulty(self: DirectStaging, output: int, start: int, data: memoryview) -> None:
         write_at(self, output, start, data)
         self.sink.write_at("model.safetensors", start, memoryview(bytes([data[0] ^ 1])))
 
     honest = merge(write_hub(tmp_path / "ckpt", LLAMA), tmp_path / "honest", PLAIN)
-    monkeypatch.setattr(api.DirectStaging, "write", faulty)
+    monkeypatch.setattr(DirectStaging, "write", faulty)
     report = merge(tmp_path / "ckpt", tmp_path / "out", PLAIN)
     assert report.checksums == honest.checksums
     on_disk = said_by_tools(tmp_path / "out" / "model.safetensors")["crc32c"]
@@ -136,7 +135,7 @@ def test_after_a_resume_with_other_segments(
 
 
 def test_no_fast_crc_means_no_crc(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal.google_crc32c, "implementation", "python")
+    monkeypatch.setattr(google_crc32c, "implementation", "python")
     options = MergeOptions(write_config=False, layout="as-is", sha256=True)
     report = merge(write_hub(tmp_path / "ckpt", LLAMA), tmp_path / "out", options)
     assert set(report.checksums["model.safetensors"]) == {"sha256"}

@@ -29,8 +29,9 @@ def test_parked_slabs_are_told_once_and_stand_in_the_progress_line(
     assert none.endswith("of 100 MB")
 
 
-def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("slabs", [1, 3])
+def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str], slabs: int) -> None:
     with Console(quiet=True, allowed=1) as console:
         console(Phase("merging", 1000))
-        console(Parked(1, 3, "the host"))
+        console(Parked(slabs, 3, "the host"))
     assert capsys.readouterr().err == ""
