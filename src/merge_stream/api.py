@@ -224,7 +224,7 @@ def merge(
     given = [*(os.fspath(p) for p in paths), *([options.base_model] if options.base_model else [])]
     choose_place(out, overwrite=options.overwrite, inputs=tuple(given))
     observer(Phase("reading metadata"))
-    catalog = open_checkpoint(paths, opening)
+    catalog = open_checkpoint(paths, opening, max_mem=options.max_mem)
     job = make_plan(catalog, options, observer=observer, stop=stop)
     for text in job.warnings:
         observer(Warned(text))
@@ -250,7 +250,7 @@ def _committed_before(
         return None
     left_over = finish_interrupted_commit(out) or ()
     observer(Noted(f"an earlier run was ended while it moved the finished model to {os.fspath(out)}; it is there now"))
-    job = make_plan(open_checkpoint(paths, opening), options, observer=observer, stop=stop)
+    job = make_plan(open_checkpoint(paths, opening, max_mem=options.max_mem), options, observer=observer, stop=stop)
     plan = job.plan
     if plan.fingerprint != fingerprint:
         return None

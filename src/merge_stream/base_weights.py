@@ -23,10 +23,11 @@ def refuse_without_base(catalog: Catalog, base_model: str | None) -> None:
         )
 
 
-def with_base_weights(catalog: Catalog, base_model: str | None, model: ModelInfo) -> Catalog:
+def with_base_weights(catalog: Catalog, base_model: str | None, model: ModelInfo, *, max_mem: int) -> Catalog:
     """An adapter alone joined with the weights of the model it belongs to; only their headers are read here."""
     refuse_without_base(catalog, base_model)
     if base_model is None or not os.path.isdir(base_model):
         msg = f"the weights of {base_model} are needed to fold the adapter, not only its headers"
         raise CheckpointError(msg, hint="`hf download ORG/NAME` prints the folder to pass as --base-model")
-    return join_base(catalog, open_checkpoint([base_model], OpenOptions(format="hugging_face")), model)
+    base = open_checkpoint([base_model], OpenOptions(format="hugging_face"), max_mem=max_mem)
+    return join_base(catalog, base, model)

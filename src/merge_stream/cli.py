@@ -250,6 +250,7 @@ def check(out: str, **given: Any) -> None:  # noqa: ANN401
 @click.argument("paths", nargs=-1, type=opt.WORDS, metavar="CKPT")
 @opt.opening
 @click.option("--tensors", is_flag=True, help="List every tensor.")
+@opt.bound
 @opt.output
 def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     """Tell format, trainer, mesh, ranks, tensors and types of CKPT, from metadata alone."""
@@ -259,7 +260,8 @@ def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
 
         if not paths and not given["inputs"]:
             raise UsageError("inspect takes CKPT, a checkpoint's folder", hint="merge-stream inspect CKPT")
-        catalog = open_checkpoint([*paths, *given["inputs"]], opt.open_options(given))
+        max_mem = opt.memory_bound(given).nbytes
+        catalog = open_checkpoint([*paths, *given["inputs"]], opt.open_options(given), max_mem=max_mem)
         description = describe(catalog, every_tensor=given["tensors"] or given["as_json"])
     show({**given, "quiet": False}, description.as_json(), description.lines())
 

@@ -21,6 +21,7 @@ __all__ = [
     "NOT_FOR_STAGE",
     "WORDS",
     "both",
+    "bound",
     "hub",
     "lora",
     "lora_choice",
@@ -102,12 +103,14 @@ opening = _all(
     click.option("--rules", type=WORDS, metavar="FILE.toml", help="Your own table of names, where none is known."),
 )
 
+bound = click.option(
+    "--max-mem",
+    metavar="SIZE",
+    help="Bound of the whole process: 32G, 512M, 8GiB, 80%. Default: half of the memory there is.",
+)
+
 memory = _all(
-    click.option(
-        "--max-mem",
-        metavar="SIZE",
-        help="Bound of the whole process: 32G, 512M, 8GiB, 80%. Default: half of the memory there is.",
-    ),
+    bound,
     click.option("--workers", type=click.IntRange(1, 64), metavar="N", help="Threads; default: the number of cores."),
     click.option(
         "--io",

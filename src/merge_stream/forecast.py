@@ -115,7 +115,7 @@ def forecast(
     if out is not None and moved_only is None:
         given = [*paths, *([options.base_model] if options.base_model else [])]
         place = choose_place(out, overwrite=options.overwrite, inputs=tuple(given))
-    catalog = open_checkpoint(paths, opening)
+    catalog = open_checkpoint(paths, opening, max_mem=options.max_mem)
     job = make_plan(catalog, options, observer=observer, stop=stop)
     plan = job.plan
     state, done = "", 0

@@ -38,6 +38,7 @@ from merge_stream.planning.planner import Resolved
 from merge_stream.planning.planner import make_plan as place_parameters
 from merge_stream.planning.resolve import check_shards, resolve
 from merge_stream.planning.store_layout import in_bands
+from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.parameter import Mapping
@@ -85,10 +86,13 @@ def make_plan(
     else:
         if adapter_alone:
             refuse_without_base(catalog, options.base_model)
-        folder = find_model_folder(catalog.config_dirs, options.base_model, write_config=options.write_config)
+        allowance = MetadataAllowance(options.max_mem)
+        folder = find_model_folder(
+            catalog.config_dirs, options.base_model, write_config=options.write_config, allowance=allowance
+        )
         catalog, folder = with_true_vocabulary(catalog, folder)
         if adapter_alone:
-            catalog = with_base_weights(catalog, options.base_model, folder.info)
+            catalog = with_base_weights(catalog, options.base_model, folder.info, max_mem=options.max_mem)
     options, folder = as_staged(catalog, options, folder)
     check_shards(catalog, catalog.tensors)
     check_shards(replace(catalog, tensors=catalog.twins), catalog.twins)

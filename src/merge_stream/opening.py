@@ -19,6 +19,7 @@ from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, Us
 from merge_stream.formats._stored_checksums import INTEGRITY_FILE, IntegrityFile
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
+from merge_stream.storage.allowance import DEFAULT_LIMIT, MetadataAllowance
 from merge_stream.storage.local import LocalTree
 from merge_stream.tensors.ref import Catalog
 from merge_stream.tensors.stored_checksum import ChecksumReader
@@ -39,10 +40,15 @@ class Found:
     detection: Detection
 
 
-def open_checkpoint(paths: Sequence[str | os.PathLike[str]], options: OpenOptions | None = None) -> Catalog:
-    """Detect the format of `paths` (one folder, or node-local parts of one checkpoint) and read its metadata."""
+def open_checkpoint(
+    paths: Sequence[str | os.PathLike[str]], options: OpenOptions | None = None, *, max_mem: int = DEFAULT_LIMIT
+) -> Catalog:
+    """Detect the format of `paths` (one folder, or node-local parts of one checkpoint) and read its metadata.
+
+    MemoryLimitTooSmallError when a file's metadata would take the process beyond `max_mem` bytes.
+    """
     options = options or OpenOptions()
-    given, tree = _tree_of(paths)
+    given, tree = _tree_of(paths, MetadataAllowance(max_mem))
     found = find_checkpoint(tree, options.format)
     _require_meaning(found, options)
     catalog = found.format.open(found.tree, options)
@@ -134,12 +140,14 @@ def _best(tree: LocalTree, formats: Sequence[CheckpointFormat]) -> tuple[Checkpo
     return max(hits, key=lambda hit: hit[1].rank)
 
 
-def _tree_of(paths: Sequence[str | os.PathLike[str]]) -> tuple[tuple[str, ...], LocalTree]:
+def _tree_of(
+    paths: Sequence[str | os.PathLike[str]], allowance: MetadataAllowance
+) -> tuple[tuple[str, ...], LocalTree]:
     """(remarks, tree) of what the user gave: folders, or one file of a checkpoint."""
     texts = [os.fspath(p) for p in paths]
     if len(texts) == 1 and os.path.isfile(texts[0]):
         folder, name = os.path.split(os.path.abspath(texts[0]))
-        tree = LocalTree.of([folder])
+        tree = LocalTree.of([folder], allowance)
         alone = tree.only(name)
         if name not in alone.files:
             msg = f"{texts[0]} cannot be read"
@@ -147,7 +155,7 @@ def _tree_of(paths: Sequence[str | os.PathLike[str]]) -> tuple[tuple[str, ...], 
         if _best(alone, _formats(None)) is not None and not _is_part(name):
             return (), alone
         return (f"{name} is one file of a checkpoint: its folder {folder} was taken",), tree
-    return (), LocalTree.of(texts)
+    return (), LocalTree.of(texts, allowance)
 
 
 def _is_part(name: str) -> bool:

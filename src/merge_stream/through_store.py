@@ -141,7 +141,7 @@ def _planned(
     paths = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else list(checkpoint)
     observer(Phase("reading metadata"))
     kept = replace(options, dtype="keep", overwrite=False, verify=False, sha256=False)
-    job = make_plan(open_checkpoint(paths, opening), kept, observer=observer, stop=stop)
+    job = make_plan(open_checkpoint(paths, opening, max_mem=options.max_mem), kept, observer=observer, stop=stop)
     for text in job.warnings:
         observer(Warned(text))
     job.plan = store_plan(job.plan)

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from merge_stream.containers.json_cost import json_cost
 from merge_stream.errors import CorruptCheckpointError, TruncatedFileError, UnsupportedError
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.dtype import DTYPES, DType, dtype_named
@@ -31,6 +32,7 @@ _HEADER_LIMIT = 100_000_000
 _FIRST_READ = 1 << 16
 _MOST_DIMS = 64  # what numpy can view
 _LARGEST_DIM = 1 << 62
+_TENSOR_BYTES = 420  # of memory: a StoredTensor, its shape, its place in two dicts and a list
 _CUT = "the file is cut or was not copied whole: copy it again"
 _FOREIGN = "the file is damaged or no safetensors file: copy it again, or write it anew"
 
@@ -68,13 +70,18 @@ class HeaderEntry:
 
 
 def read_header(tree: ByteTree, name: str) -> SafetensorsFile:
-    """Read and check the header of a file of `tree`; reads no tensor data beyond the first 64 KiB."""
+    """Read and check the header of a file of `tree`; reads no tensor data beyond the first 64 KiB.
+
+    MemoryLimitTooSmallError when the header does not fit in the allowance of the tree.
+    """
     nbytes = tree.entry(name).nbytes
     where = f"{tree.label}/{name}"
     data = tree.read(name, 0, min(nbytes, _FIRST_READ))
     header_stop = 8 + _header_length(data, nbytes, where)
+    tree.allowance.require(3 * header_stop, where)
     if header_stop > len(data):
         data += tree.read(name, len(data), header_stop - len(data))
+    tree.allowance.require(json_cost(data[8:header_stop], each_object=_TENSOR_BYTES), where)
     return parse_header(data, nbytes, where)
 
 

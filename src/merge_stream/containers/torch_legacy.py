@@ -16,6 +16,7 @@ import struct
 from typing import Any, NamedTuple
 
 from merge_stream.containers.pickle_reader import StorageRecord, described, read_pickle
+from merge_stream.containers.pickle_source import PickleSource
 from merge_stream.errors import CorruptCheckpointError, TruncatedFileError, UnsupportedError
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.dtype import dtype_of_storage
@@ -23,7 +24,6 @@ from merge_stream.tensors.dtype import dtype_of_storage
 __all__ = ["LEGACY_START", "LegacyStream", "read_stream"]
 
 LEGACY_START = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
-_FIRST_READ = 1 << 20
 _RETRY = "the file is cut or damaged: copy it again from where it was saved"
 
 
@@ -73,24 +73,16 @@ def _pickles(
 ) -> tuple[Any, dict[str, StorageRecord], Any, int, int]:
     """(object, its storages, keys, position after the pickles, bytes read).
 
-    The length of the pickles is not known before they are read: read more until they end.
+    The length of the pickles is not known before they are read: the source reads on until they end.
     """
-    wanted = min(nbytes, _FIRST_READ)
-    while True:
-        data = tree.read(name, start, wanted)
-        try:
-            _, at, _ = read_pickle(data, where)
-            protocol, at, _ = read_pickle(data, where, start=at)
-            system, at, _ = read_pickle(data, where, start=at)
-            _check(protocol, system, where)
-            root, at, storages = read_pickle(data, where, start=at)
-            keys, at, _ = read_pickle(data, where, start=at)
-        except TruncatedFileError:
-            if wanted == nbytes:
-                raise
-            wanted = min(nbytes, wanted * 4)
-        else:
-            return root, storages, keys, at, wanted
+    source = PickleSource(lambda at, n: tree.read(name, start + at, n), nbytes, where, tree.allowance)
+    _, at, _ = read_pickle(source, where)
+    protocol, at, _ = read_pickle(source, where, start=at)
+    system, at, _ = read_pickle(source, where, start=at)
+    _check(protocol, system, where)
+    root, at, storages = read_pickle(source, where, start=at)
+    keys, at, _ = read_pickle(source, where, start=at)
+    return root, storages, keys, at, len(source.data)
 
 
 def _check(protocol: object, system: object, where: str) -> None:

@@ -28,6 +28,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _BIG = 0xFFFFFFFF
 _TAIL = 1 << 16
+_RECORD_BYTES = 700  # of memory: entry, place, names
 _RETRY = "the file is cut or damaged: copy it again from where it was saved"
 
 
@@ -94,10 +95,12 @@ def read_directory(tree: ByteTree, name: str, *, start: int, nbytes: int) -> Zip
     """Records of the zip at [start, start + nbytes) of a file, with absolute offsets.
 
     TruncatedFileError when its end is missing; CorruptCheckpointError when the directory
-    contradicts itself or the size; UnsupportedError for compressed or encrypted records.
+    contradicts itself or the size; UnsupportedError for compressed or encrypted records;
+    MemoryLimitTooSmallError when it does not fit in the allowance of the tree.
     """
     zone = _Range(tree, name, start, nbytes)
     count, at, size = _end_of_directory(zone)
+    tree.allowance.require(2 * size + count * _RECORD_BYTES, zone.where)
     entries = _entries(zone, zone.read(at, size), count)
     offsets = _data_offsets(entries, at, 64)
     directory = {entry.name: k for k, entry in enumerate(entries)}

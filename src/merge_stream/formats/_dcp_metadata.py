@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from merge_stream.containers.pickle_reader import dotted_name, is_class, is_instance, read_pickle
+from merge_stream.containers.pickle_source import PickleSource
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import listed
+from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.dtype import DType, dtype_of_torch
 
@@ -32,6 +34,7 @@ Ints = tuple[int, ...]
 _RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _SHARD_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _LARGEST = 1 << 62
+_DRAINED_BYTES = 170  # of memory for each entry beside the unpickled one, which goes as ours comes
 _HINT = "the metadata is damaged, or was written by a version of torch that is not known here"
 
 
@@ -89,11 +92,16 @@ def read_metadata(tree: ByteTree) -> DcpMetadata:
         _check_ranks(tree, names)
     result = DcpMetadata()
     for name in names:
-        data = tree.read(name)
         where = f"{tree.label}/{name}"
-        _add(result, read_pickle(data, where)[0], where)
-        result.nbytes += len(data)
+        _add(result, _document(tree, name, where), where, tree.allowance)
+        result.nbytes += tree.entry(name).nbytes
     return result
+
+
+def _document(tree: ByteTree, name: str, where: str) -> object:
+    """The unpickled metadata: read as far as memory allows, and not held as bytes beside it."""
+    source = PickleSource(lambda at, n: tree.read(name, at, n), tree.entry(name).nbytes, where, tree.allowance)
+    return read_pickle(source, where)[0]
 
 
 def _check_ranks(tree: ByteTree, names: list[str]) -> None:
@@ -106,13 +114,14 @@ def _check_ranks(tree: ByteTree, names: list[str]) -> None:
         )
 
 
-def _add(result: DcpMetadata, document: object, where: str) -> None:
+def _add(result: DcpMetadata, document: object, where: str, allowance: MetadataAllowance) -> None:
     # Megatron-core pickles a subclass of its own
     fields = _fields(document, "MCoreMetadata" if _is(document, "MCoreMetadata") else "Metadata", where)
     entries, storage = fields.get("state_dict_metadata"), fields.get("storage_data")
     paths, version = fields.get("planner_data"), fields.get("version")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise CorruptCheckpointError(f"{where} has no state_dict_metadata or no storage_data", hint=_HINT)
+    allowance.require(_DRAINED_BYTES * (len(entries) + len(storage)), where)
     for name, entry in _drained(entries):
         if type(name) is not str:
             raise CorruptCheckpointError(f"{where}: a name is {type(name).__name__}, wanted text", hint=_HINT)

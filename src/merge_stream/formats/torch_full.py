@@ -27,6 +27,7 @@ from merge_stream.containers.torch_tensor import locate, plain_tensor
 from merge_stream.errors import (
     AmbiguousCheckpointError,
     CorruptCheckpointError,
+    MemoryLimitTooSmallError,
     MergeStreamError,
     UnknownFormatError,
     UnsupportedError,
@@ -154,6 +155,8 @@ def _lone(tree: ByteTree) -> str | None:
     try:
         contents = _contents(tree, found[0])
         names = select_model(contents.paths, None, tree.label).names
+    except MemoryLimitTooSmallError:
+        raise
     except MergeStreamError:
         return None
     return found[0] if names else None

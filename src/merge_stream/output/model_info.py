@@ -24,6 +24,7 @@ from merge_stream.output.hub import looks_like_hub_name
 from merge_stream.output.index import INDEX_NAME
 from merge_stream.output.model_card import hub_id_of
 from merge_stream.output.side_files import SidePlan, list_folder, plan_side_files
+from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.base import FileEntry
 from merge_stream.storage.local import LocalTree
 from merge_stream.units import counted
@@ -59,7 +60,13 @@ class ModelFolder:
     base_config: Mapping[str, Any] | None = None
 
 
-def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, write_config: bool) -> ModelFolder:
+def find_model_folder(
+    config_dirs: Sequence[str],
+    base_model: str | None,
+    *,
+    write_config: bool,
+    allowance: MetadataAllowance | None = None,
+) -> ModelFolder:
     """Read what is needed to name the tensors and to complete the folder; no tensor data.
 
     `write_config=False` (`--no-config`) means weights alone: the checkpoint's config is not
@@ -86,13 +93,13 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
     config_path, config_bytes = "", None
     if config_folder is not None:
         listing = listings.get(config_folder, base_listing)
-        tree = _tree(config_folder, listing)
+        tree = LocalTree(config_folder, listing, {}, allowance)
         config = read_json(tree, _CONFIG, _CONFIG_LIMIT)
         config_path = f"{config_folder}/{_CONFIG}"
         config_bytes = tree.read(_CONFIG) if write_config else None
     base_tensors = base.tensors
     if base_folder and base_tensors is None:
-        base_tensors = _base_tensors(base_folder, base_listing, notes)
+        base_tensors = _base_tensors(LocalTree(base_folder, base_listing, {}, allowance), notes)
     side_files = SidePlan()
     if write_config:
         own = [listings[folder] for folder in (with_config[:1] or folders)]
@@ -105,7 +112,7 @@ def find_model_folder(config_dirs: Sequence[str], base_model: str | None, *, wri
     origin = "checkpoint" if config_folder in listings else "base model"
     base_config = None
     if base_folder and config_folder != base_folder and _CONFIG in base_listing:
-        base_config = read_json(_tree(base_folder, base_listing), _CONFIG, _CONFIG_LIMIT)
+        base_config = read_json(LocalTree(base_folder, base_listing, {}, allowance), _CONFIG, _CONFIG_LIMIT)
     every = (*notes, *side_files.notes)
     return ModelFolder(info, config_bytes, side_files, every, base.name, readme, origin, base_config)
 
@@ -157,13 +164,9 @@ def _refuse_without_config(config_dirs: Sequence[str], base_folder: str) -> None
     )
 
 
-def _tree(folder: str, listing: Mapping[str, FileEntry]) -> LocalTree:
-    return LocalTree(folder, listing, {})
-
-
-def _base_tensors(folder: str, listing: Mapping[str, FileEntry], notes: list[str]) -> dict[str, BaseTensor] | None:
+def _base_tensors(tree: LocalTree, notes: list[str]) -> dict[str, BaseTensor] | None:
     """Names, dtypes and shapes of the base model's files; None when it has no safetensors files."""
-    tree = _tree(folder, listing)
+    folder, listing = tree.label, tree.files
     if INDEX_NAME in listing:
         weight_map = read_json(tree, INDEX_NAME, _INDEX_LIMIT).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

@@ -23,9 +23,10 @@ import psutil
 from merge_stream.errors import MemoryLimitTooSmallError
 from merge_stream.units import format_bytes
 
-__all__ = ["MetadataAllowance"]
+__all__ = ["DEFAULT_LIMIT", "MetadataAllowance"]
 
-_DEFAULT_LIMIT = 8_000_000_000  # that of MergeOptions
+DEFAULT_LIMIT = 8_000_000_000
+"""Bound of the process in bytes where none is given; that of MergeOptions."""
 _GRACE = 16 << 20
 _UNMEASURED = 1 << 20
 _SLACK = 4 << 20
@@ -37,7 +38,7 @@ class MetadataAllowance:
 
     __slots__ = ("_first", "_unmeasured", "limit_bytes")
 
-    def __init__(self, limit_bytes: int = _DEFAULT_LIMIT) -> None:
+    def __init__(self, limit_bytes: int = DEFAULT_LIMIT) -> None:
         self.limit_bytes = limit_bytes
         self._first = _resident()
         self._unmeasured = 0

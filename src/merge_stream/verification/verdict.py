@@ -143,9 +143,9 @@ def verify(
     """
     observer, stop = observer or Silent(), stop or StopFlag()
     observer(Phase("reading metadata"))
-    model, has_adapter = _opened(out)
+    model, has_adapter = _opened(out, max_mem)
     paths = [against] if isinstance(against, (str, os.PathLike)) else list(against)
-    reference = open_checkpoint(paths, opening)
+    reference = open_checkpoint(paths, opening, max_mem=max_mem)
     verdict = Verdict(os.fspath(out), os.fspath(paths[0]))
     lora = lora or LoraChoice()
     if has_adapter and lora.mode is None and holds_lora(reference):
@@ -153,7 +153,8 @@ def verify(
         verdict.notes.append("compared as kept, for the model has a lora_adapter; if it is folded too: --lora both")
     if is_adapter_alone(reference) and lora.mode != "keep":
         refuse_without_base(reference, base_model)
-        reference = with_base_weights(reference, base_model, _model_info(model, reference, base_model))
+        info = _model_info(model, reference, base_model)
+        reference = with_base_weights(reference, base_model, info, max_mem=max_mem)
     for catalog in (model, reference):
         check_shards(catalog, catalog.tensors)
     named = _named(model, reference, base_model, lora, verdict)
@@ -194,17 +195,17 @@ def verify(
     return verdict
 
 
-def _opened(out: str | os.PathLike[str]) -> tuple[Catalog, bool]:
+def _opened(out: str | os.PathLike[str], max_mem: int) -> tuple[Catalog, bool]:
     """The model with the adapter that was kept beside it, and whether there is one."""
     if not os.path.isdir(out):
         msg = f"the model folder {os.fspath(out)} is not there"
         raise UnknownFormatError(msg, hint="verify MODEL_FOLDER --against REFERENCE_OR_CHECKPOINT")
     kept = os.path.join(out, "lora_adapter")
     if not os.path.isfile(os.path.join(kept, "adapter_model.safetensors")):
-        return open_checkpoint([out], OpenOptions(format="hugging_face")), False
-    adapter = open_checkpoint([kept], OpenOptions(format="peft_adapter"))
+        return open_checkpoint([out], OpenOptions(format="hugging_face"), max_mem=max_mem), False
+    adapter = open_checkpoint([kept], OpenOptions(format="peft_adapter"), max_mem=max_mem)
     try:
-        model = open_checkpoint([out], OpenOptions(format="hugging_face"))
+        model = open_checkpoint([out], OpenOptions(format="hugging_face"), max_mem=max_mem)
     except UnknownFormatError:
         return adapter, True
     return beside(model, adapter), True
