@@ -54,7 +54,7 @@ def test_a_merge_through_a_store_leaves_the_model_alone(ranks: pathlib.Path, tmp
     assert ended.code == 0, ended.err
     assert contents(tmp_path / "out") == contents(tmp_path / "direct")
     assert sorted(os.listdir(tmp_path)) == ["direct", "out"]
-    assert ended.json["format"] == "fsdp_ranks"
+    assert ended.json["format"] == "fsdp"
     assert "each chunk has its CRC-32C" in ended.json["verified"]
 
 
@@ -106,7 +106,7 @@ def test_inspect_and_plan_know_a_store(ranks: pathlib.Path, tmp_path: pathlib.Pa
     [
         (["stage", "CKPT"], "stage takes two paths"),
         (["merge", "CKPT", "OUT", "--keep-store", "STORE"], "--keep-store names the folder"),
-        (["merge", "STORE", "OUT", "--base-model", "CKPT"], "--base-model was decided when"),
+        (["merge", "STORE", "OUT", "--base-model", "LLAMA"], "--base-model was decided when"),
         (["merge", "STORE", "OUT", "--lora", "merge"], "--lora was decided when"),
         (["finalize", "STORE", "STORE"], "OUT is the input folder"),
         (["stage", "CKPT", "CKPT/inner/../../ckpt"], "OUT is the input folder"),
@@ -117,7 +117,7 @@ def test_mistakes_are_told(
     ranks: pathlib.Path, llama: pathlib.Path, tmp_path: pathlib.Path, words: list[str], told: str
 ) -> None:
     assert tool("stage", ranks, tmp_path / "store", "-q").code == 0
-    places = {"CKPT": str(ranks), "OUT": str(tmp_path / "out"), "STORE": str(tmp_path / "store")}
+    places = {"CKPT": str(ranks), "LLAMA": str(llama), "OUT": str(tmp_path / "out"), "STORE": str(tmp_path / "store")}
     given = [places.get(word, word.replace("CKPT", str(ranks))) for word in words]
     tool(*given).refused(2, told)
     assert not (tmp_path / "out").exists()

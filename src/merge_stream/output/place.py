@@ -73,6 +73,8 @@ def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[
         raise UsageError(msg, hint="name a folder; the weights become OUT/model*.safetensors")
     for given in inputs:
         inner, outer = os.path.realpath(given), os.path.realpath(path)
+        if inner.startswith(os.path.join(outer, _INNER, "")):
+            continue  # the store that this merge goes through
         if inner == outer or inner.startswith(outer.rstrip("/") + "/"):
             msg = f"OUT is the input folder {given}" if inner == outer else f"OUT holds the input {given}"
             raise UsageError(msg, hint="choose another folder: the checkpoint is never changed")
