@@ -23,7 +23,7 @@ from merge_stream.engine.executor import StopFlag, run_workers
 from merge_stream.errors import CorruptCheckpointError
 from merge_stream.planning.plan import Assembly, LowRank, ResolvedTake
 from merge_stream.storage.base import ByteSource
-from merge_stream.tensors.ref import Catalog, ShardTable, SourceFile, TensorRef
+from merge_stream.tensors.ref import Catalog, ShardTable, SourceFile
 from merge_stream.tensors.stored_checksum import ChecksumAlgorithm, StoredRecord
 from merge_stream.units import format_bytes
 
@@ -32,6 +32,7 @@ __all__ = ["ChecksumFindings", "check_stored", "ranges_ahead", "ranges_read", "r
 _SHOWN = 5
 _NAMES_SHOWN = 3
 _ROW_NBYTES = 120
+_RECORD_NBYTES = 700
 
 
 @dataclass(slots=True)
@@ -119,13 +120,13 @@ _ALGORITHMS: dict[ChecksumAlgorithm, Callable[[], _Running]] = {
 
 
 def ranges_ahead(catalog: Catalog, *, replicas: bool) -> int:
-    """Bytes that `ranges_read` takes for all shards (and replicas) of a catalog while it sorts them."""
-    rows = sum(len(t.shards) + (len(t.replicas) if replicas and t.replicas is not None else 0) for t in _all(catalog))
-    return rows * _ROW_NBYTES
-
-
-def _all(catalog: Catalog) -> Iterable[TensorRef]:
-    return (*catalog.tensors.values(), *catalog.twins.values())
+    """Bytes that checking takes beside its slabs: the ranges of all shards, and the directory of the fullest file."""
+    in_file = np.zeros(max(len(catalog.files), 1), dtype=np.int64)
+    for tensor in (*catalog.tensors.values(), *catalog.twins.values()):
+        for table in (tensor.shards, tensor.replicas if replicas else None):
+            if table is not None:
+                in_file += np.bincount(table.file, minlength=len(in_file))
+    return int(in_file.sum()) * _ROW_NBYTES + int(in_file.max()) * _RECORD_NBYTES
 
 
 def ranges_read(sources: Iterable[Assembly]) -> dict[int, np.ndarray]:
