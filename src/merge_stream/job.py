@@ -48,6 +48,8 @@ from merge_stream.vocabulary import with_true_vocabulary
 
 __all__ = ["Job", "card_facts", "lora_note", "make_plan", "memory_for"]
 
+_HUB_LARGEST = 50_000_000_000
+
 
 @dataclass(slots=True)
 class Job:
@@ -153,6 +155,7 @@ def make_plan(
     )
     del budget
     memory = memory_for(options, named)
+    warnings += [text for text in (_hub_remark(plan),) if text]
     return Job(catalog, folder, named, in_bands(plan, catalog), options, encoding, memory, warnings, checksums)
 
 
@@ -274,6 +277,14 @@ def _remarks(resolved: dict[str, Resolved], options: MergeOptions) -> list[str]:
             )
         ]
     return []
+
+
+def _hub_remark(plan: Plan) -> str:
+    large = max(plan.outputs, key=lambda o: o.nbytes, default=None)
+    if large is None or large.nbytes <= _HUB_LARGEST:
+        return ""
+    limit = format_bytes(_HUB_LARGEST)
+    return f"{large.name} has {format_bytes(large.nbytes)}, and the Hub asks for files up to {limit} (--max-shard-size)"
 
 
 def _wide_remark(wide: frozenset[str], options: MergeOptions) -> list[str]:
