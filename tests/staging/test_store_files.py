@@ -117,6 +117,7 @@ def test_padding_is_small_and_a_chunk_fits_a_mib(shape: tuple[int, ...], dtype: 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shapes_with_any_chunks_come_back(data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few bytes, so that small tensors have many, in every dim."""
+    lay_out_array.cache_clear()
     monkeypatch.setattr(zarr_array, "_LARGEST_CHUNK", data.draw(st.integers(8, 200)))
     shapes = data.draw(st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=5))
     kinds = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8])
@@ -131,6 +132,7 @@ def test_any_shapes_with_any_chunks_come_back(data: st.DataObject, monkeypatch: 
         with safe_open(at / "out" / "model.safetensors", framework="pt") as file:
             for name, tensor in truth.items():
                 assert torch.equal(file.get_tensor(name), tensor)
+    lay_out_array.cache_clear()
 
 
 def test_metadata_that_is_not_ours_is_refused() -> None:

@@ -19,6 +19,7 @@ read by zarr-python 3.0 and 3.1.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,7 @@ class StoredArray:
         return math.prod(self.chunk)
 
 
+@functools.lru_cache(maxsize=4096)
 def lay_out_array(name: str, dtype: DType, shape: Ints) -> StoredArray:
     """Chunk grid and places of an array; UnsupportedError for a name that zarr or a file system cannot hold."""
     _check_name(name)

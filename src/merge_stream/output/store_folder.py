@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from merge_stream.architectures.precision import names_kept_wide
@@ -66,7 +67,6 @@ def finish_store(plan: Plan, staging: DirectStaging, folder: ModelFolder, facts:
     """Check the staged arrays and write everything that makes them a store."""
     check_journal(plan, staging)
     at = staging.model_dir
-    described = {}
     for output in plan.outputs:
         for placed in arrays_of(plan, output):
             path = os.path.join(at, placed.array.file)
@@ -74,22 +74,13 @@ def finish_store(plan: Plan, staging: DirectStaging, folder: ModelFolder, facts:
             if found != placed.array.file_nbytes:
                 msg = f"{path} has {found} bytes, planned were {placed.array.file_nbytes}"
                 raise VerificationError(msg, hint="another program changed it: run again with --restart")
-    for p in plan.parameters:
-        described[p.name] = array_metadata(lay_out_array(p.name, p.dtype, p.shape))
     _write_side_files(os.path.join(at, SIDE_FILES), folder)
-    texts = {name: metadata_bytes(metadata) for name, metadata in described.items()}
+    texts = {p.name: metadata_bytes(array_metadata(lay_out_array(p.name, p.dtype, p.shape))) for p in plan.parameters}
     if sum(map(len, texts.values())) <= _MOST_METADATA * sum(p.nbytes for p in plan.parameters):
         for name, text in texts.items():
             os.makedirs(os.path.join(at, name), exist_ok=True)
             _write(os.path.join(at, name, ROOT), text)
-    consolidated = {"kind": "inline", "must_understand": False, "metadata": described}
-    root = {
-        "zarr_format": 3,
-        "node_type": "group",
-        "attributes": {"merge_stream": {"fingerprint": plan.fingerprint, "facts": asdict(facts)}},
-        "consolidated_metadata": consolidated,
-    }
-    _write(os.path.join(at, ROOT), metadata_bytes(root))
+    _write(os.path.join(at, ROOT), _root(plan.fingerprint, facts, texts))
     sealed = [ROOT, *sorted(_below(os.path.join(at, SIDE_FILES)))]
     seal = {
         "version": STORE_VERSION,
@@ -150,6 +141,18 @@ def as_staged(catalog: Catalog, options: MergeOptions, folder: ModelFolder) -> t
             base_readme=readme if os.path.isfile(readme) else "",
         ),
     )
+
+
+def _root(fingerprint: str, facts: StagedFacts, texts: Mapping[str, bytes]) -> bytes:
+    """The root's zarr.json, with the metadata of every array (consolidated) as it was written before."""
+    head = {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {"merge_stream": {"fingerprint": fingerprint, "facts": asdict(facts)}},
+        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": {}},
+    }
+    arrays = b",".join(json.dumps(name, ensure_ascii=False).encode() + b":" + text for name, text in texts.items())
+    return metadata_bytes(head).removesuffix(b"}}}") + arrays + b"}}}"
 
 
 def _write_side_files(into: str, folder: ModelFolder) -> None:
