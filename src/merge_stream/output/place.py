@@ -32,7 +32,8 @@ _MARK = ".committing"
 _INNER = ".merge-stream"
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".ckpt")
 _LONGEST_NAME = 255 - len(".partial.committing.new")
-_WORK_FILES = {"lock", "plan.json", "plan.json.new", "journal", "model", *STORE_ENTRIES}
+_DIRECT = {"lock", "plan.json", "plan.json.new", "journal", "model"}
+_WORK_FILES = {*_DIRECT, *STORE_ENTRIES}
 # what stands beside weights in a finished model: anything else is somebody's work
 _MODEL_FILE = re.compile(
     r".*\.(safetensors|index\.json|jinja|tiktoken|model|spm)"
@@ -113,12 +114,12 @@ def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[
 def confirm_place(place: OutputPlace, *, begun: bool) -> None:
     """Once the lock is held: OutputExistsError when another run has made OUT since the place was chosen.
 
-    A work folder that no run had `begun` before this one is removed again.
+    A work folder that no run had `begun` before this one is removed again, unless a store was staged in it.
     """
     try:
         choose_place(place.out, overwrite=place.replaces)
     except OutputExistsError:
-        if not begun:
+        if not begun and set(os.listdir(place.work)) <= _DIRECT:
             shutil.rmtree(place.work, ignore_errors=True)
         raise
 
