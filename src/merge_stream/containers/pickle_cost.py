@@ -43,10 +43,10 @@ def _table(costs: dict[str, int]) -> list[int]:
 
 # what an opcode costs by itself; the second table has those with elements after a mark: cost of each element
 _COST = _table({
-    "N\x88\x89)hj2Kc\x93": _STACK, "MJG": _STACK + 32, "]": _STACK + 64, "}": _STACK + 64, "\x8f": _STACK + 240,
-    "X\x8c\x8dUT": _STACK + 80, "BC\x8e\x96": _STACK + 64, "\x8a\x8b": _STACK + 48, "\x85": 48, "\x86\x87": 64,
-    "t": _STACK + 56, "R\x81\x92o": 200, "Q": 220, "qr\x94": 24, "s": 170, "u": 100, "a": 64, "e": 64,
-    "l": _STACK + 64, "d": _STACK + 340, "\x91": _STACK + 240,
+    "MJG": 32, "]": 64, "}": 64, "\x8f": 240,
+    "X\x8c\x8dUT": 80, "BC\x8e\x96": 64, "\x8a\x8b": 48, "\x85": 48, "\x86\x87": 64,
+    "t": 56, "R\x81\x92o": 200, "Q": 220, "qr\x94": 24, "s": 170, "u": 100, "a": 64, "e": 64,
+    "l": 64, "d": 340, "\x91": 240,
 })  # fmt: skip
 _ELEMENT = _table({"t": 8, "e": 10, "l": 10, "o": 8, "\x91": 0, "\x90": 0, "1": 0, "u": _PAIR // 2, "d": _PAIR // 2})
 _MARKED = frozenset(map(ord, "telo1ud\x90\x91"))
@@ -57,7 +57,8 @@ _DEPTH = _table({
 })  # fmt: skip
 _PUSHES = frozenset(code for code in range(256) if _DEPTH[code] == 1)
 _ROUGH = np.array(
-    [4.0 + _COST[code] + _SHARE * (code in _PUSHES or code == ord("t")) for code in range(256)], dtype=np.float64
+    [4.0 + _COST[code] + (_STACK + _SHARE) * (code in _PUSHES or code in _MARKED) for code in range(256)],
+    dtype=np.float64,
 )
 
 
@@ -70,7 +71,7 @@ class PickleCost:
         self._rough = 0.0
         self._exact_at = start
         self._exact = 0
-        self._depth = 0
+        self._depth = self._deepest = 0
         self._marks: list[int] = []
 
     def rough(self, data: bytes | bytearray, stop: int) -> int:
@@ -87,10 +88,12 @@ class PickleCost:
     def exact(self, data: bytes | bytearray, stop: int) -> int:
         """The closer bound; `data` must hold the opcodes up to `stop`, and have passed the guard."""
         cost, at, depth, marks = self._exact, self._exact_at, self._depth, self._marks
+        deepest = self._deepest
         while at < stop:
             op = data[at]
             cost += _COST[op]
             depth += _DEPTH[op]
+            deepest = max(deepest, depth)
             if field := _COUNTED[op]:
                 n = int.from_bytes(data[at + 1 : at + 1 + field], "little")
                 at += 1 + field
@@ -113,5 +116,5 @@ class PickleCost:
                 at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
             else:
                 at += _LENGTH[op] or 1
-        self._exact, self._exact_at, self._depth = cost, at, depth
-        return cost + cost // 32
+        self._exact, self._exact_at, self._depth, self._deepest = cost, at, depth, deepest
+        return cost + cost // 32 + _STACK * deepest
