@@ -66,6 +66,8 @@ def test_case_006_a_stacked_tensor_larger_than_the_bound(tmp_path: pathlib.Path)
         num_hidden_layers=2,
     )
     rest = {n: t for n, t in llama(layers=2, hidden=hidden).items() if ".mlp." not in n}
+    norms = (f"model.layers.{layer}.self_attn.{k}_norm.weight" for layer in range(2) for k in "qk")
+    rest |= {name: torch.ones(hidden // 2).bfloat16() for name in norms}
     for layer in range(2):
         at = f"model.layers.{layer}.mlp."
         rest[f"{at}gate.weight"] = torch.zeros(experts, hidden).bfloat16()

@@ -57,9 +57,9 @@ def test_case_062_any_other_absent_tensor_is_an_error(tmp_path: Path, capsys: py
 
 
 def test_case_065_prediction_layers_that_were_trained_are_written(tmp_path: Path) -> None:
-    """DeepSeek's repositories number the prediction layer behind the last one."""
+    """The repositories of DeepSeek and GLM number the prediction layer behind the last one."""
     tensors = llama() | {n.replace("layers.0", "layers.1"): t for n, t in llama().items() if "layers.0" in n} | MTP
-    config = llama_config(num_nextn_predict_layers=1, model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"])
+    config = llama_config(num_nextn_predict_layers=1, model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"])
     assert merge(checkpoint(tmp_path / "ckpt", tensors, config), tmp_path / "out") == 0
     assert torch.equal(
         tensors_of(tmp_path / "out")["model.layers.1.eh_proj.weight"], MTP["model.layers.1.eh_proj.weight"]
@@ -83,6 +83,7 @@ QWEN_MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
 def test_case_066_fused_experts_become_one_tensor_for_each(tmp_path: Path) -> None:
     rest = {n: t for n, t in llama().items() if ".mlp." not in n}
     rest["model.layers.0.mlp.gate.weight"] = torch.randn(4, 8).bfloat16()
+    rest |= {f"model.layers.0.self_attn.{k}_norm.weight": torch.ones(4).bfloat16() for k in "qk"}
     gate_up, down = torch.randn(4, 12, 8).bfloat16(), torch.randn(4, 8, 6).bfloat16()
     at = "model.layers.0.mlp.experts."
     source = checkpoint(

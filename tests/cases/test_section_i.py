@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from merge_stream import cli
-from tests.folder.models import checkpoint, config_of, llama, llama_config, merge, model_folder, tensors_of
+from tests.folder.models import checkpoint, config_of, llama, llama_config, merge, model_folder, parts_of, tensors_of
 
 
 def vision_config(**changes: Any) -> dict[str, Any]:
@@ -29,7 +29,11 @@ def vision_tensors() -> dict[str, torch.Tensor]:
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
         for name, tensor in llama().items()
     }
-    return text | {"model.visual.blocks.0.attn.qkv.weight": torch.arange(192).reshape(24, 8).bfloat16()}
+    biases = {f"model.language_model.layers.0.self_attn.{k}_proj.bias": torch.ones(8).bfloat16() for k in "qkv"}
+    tower = parts_of("qwen2_vl.tf5", r"model\.visual\.")
+    return (
+        text | biases | tower | {"model.visual.blocks.0.attn.qkv.weight": torch.arange(192).reshape(24, 8).bfloat16()}
+    )
 
 
 def hub_names() -> dict[str, torch.Tensor]:
@@ -70,6 +74,8 @@ def test_case_109_fused_experts_in_the_orientation_of_the_repository(tmp_path: P
         "tie_word_embeddings": False,
     }
     rest = {n.replace("model.", "model.language_model.", 1): t for n, t in llama().items() if ".mlp." not in n}
+    rest |= {f"model.language_model.layers.0.self_attn.{k}_norm.weight": torch.ones(4).bfloat16() for k in "qk"}
+    rest |= parts_of("qwen3_vl_moe.tf5", r"model\.visual\.")
     rest["model.language_model.layers.0.mlp.gate.weight"] = torch.randn(4, 8).bfloat16()
     rest["lm_head.weight"] = torch.randn(16, 8).bfloat16()
     in_memory = [t.transpose(1, 2).contiguous() if of_5 else t for t in (gate_up, down)]
@@ -93,8 +99,7 @@ def test_case_111_sizes_in_a_nested_text_config(tmp_path: Path, capsys: pytest.C
 
 def test_case_112_a_vision_prefix_is_mapped(tmp_path: Path) -> None:
     tensors = {n.replace("model.", "model.language_model.", 1): t for n, t in llama(head=False).items()}
-    tensors["model.vision_tower.encoder.layers.0.mlp.fc1.weight"] = torch.ones(4, 4).bfloat16()
-    tensors["model.multi_modal_projector.linear_1.weight"] = torch.ones(4, 4).bfloat16()
+    tensors |= parts_of("llava_clip.tf5", r"model\.(vision_tower|multi_modal_projector)\.")
     tensors["lm_head.weight"] = torch.ones(16, 8).bfloat16()
     config = {
         "model_type": "llava",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from merge_stream import cli
 
-__all__ = ["checkpoint", "config_of", "llama", "llama_config", "merge", "model_folder", "run_tool", "tensors_of"]
+__all__ = [
+    "checkpoint",
+    "config_of",
+    "llama",
+    "llama_config",
+    "merge",
+    "model_folder",
+    "parts_of",
+    "run_tool",
+    "tensors_of",
+]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,6 +58,13 @@ def llama(
     if head:
         tensors["lm_head.weight"] = made(vocab, hidden)
     return tensors
+
+
+def parts_of(golden: str, pattern: str) -> Tensors:
+    """Tensors of ones for the names in a golden's state dict that match, for what a model must have besides."""
+    text = (Path(__file__).parents[1] / "families" / "goldens" / f"{golden}.json").read_text()
+    sources: dict[str, list[int]] = json.loads(text)["sources"]
+    return {name: torch.ones(shape).bfloat16() for name, shape in sources.items() if re.match(pattern, name)}
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:

@@ -45,6 +45,12 @@ def llama(layers: int = 2, *, vocab: int = 16, head: bool = True, prefix: str = 
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
+@pytest.fixture(autouse=True)
+def _parts_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models here are small cuts; what a family must have whole is shown in tests/families/test_parts.py."""
+    monkeypatch.setattr("merge_stream.architectures.naming.check_parts", lambda _names, _model: ())
+
+
 def info(model_type: str = "llama", base: Shapes | None = None, **config: Any) -> ModelInfo:
     base_tensors = None if base is None else {n: BaseTensor(BF16, s) for n, s in base.items()}
     return ModelInfo({"model_type": model_type, **config}, "/ckpt/huggingface/config.json", base_tensors)

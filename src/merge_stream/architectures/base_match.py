@@ -17,7 +17,7 @@ from merge_stream.architectures.structure import layer_of, text_value
 from merge_stream.architectures.ties import tied_by_config
 from merge_stream.units import counted
 
-__all__ = ["BaseMatch", "compare_with_base", "plain_weights"]
+__all__ = ["BaseMatch", "compare_with_base", "packed", "plain_weights"]
 
 Ints = tuple[int, ...]
 
@@ -95,6 +95,11 @@ def compare_with_base(shapes: Mapping[str, Ints], model: ModelInfo) -> BaseMatch
         elif not HEADS.fullmatch(name):
             reshaped.append(f"{name} {list(got)} (base model: {list(want)})")
     return BaseMatch(tuple(sorted(missing)), tuple(sorted(extra)), tuple(reshaped), tuple(notes))
+
+
+def packed(name: str) -> bool:
+    """True for a tensor that only a quantized model has."""
+    return bool(_SCALES.fullmatch(name) or _PACKED.fullmatch(name))
 
 
 def plain_weights(base: Mapping[str, BaseTensor]) -> dict[str, Ints | None]:

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 from merge_stream.architectures.base import Architecture, ModelInfo, Named
-from merge_stream.architectures.families import RECOMPUTED
+from merge_stream.architectures.base_match import packed
+from merge_stream.architectures.families import HEADS, RECOMPUTED
+from merge_stream.architectures.lookup import family_of
+from merge_stream.architectures.parts import check_parts
+from merge_stream.architectures.rules import convert
 from merge_stream.architectures.structure import check_structure
 from merge_stream.architectures.ties import find_ties
 from merge_stream.discovery import members_of
@@ -39,9 +44,26 @@ def map_names(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Mapping
     mapping = _responsible(catalog, model).parameters(catalog, model, layout)
     _check_use(catalog, mapping)
     shapes = {parameter.name: parameter.shape for parameter in mapping.parameters}
-    notes = check_structure(shapes, model)
+    notes = check_structure(shapes, model) + _check_parts(shapes, model, layout)
     ties = mapping.ties or find_ties(shapes, model)
     return Mapping(mapping.architecture, mapping.parameters, ties, (*mapping.notes, *notes))
+
+
+def _check_parts(shapes: dict[str, tuple[int, ...]], model: ModelInfo, layout: LayoutName) -> tuple[str, ...]:
+    """Parts that every layer lacks; under the trainer's names only where they lead to those of the repository."""
+    adapter_or_quantized = any("lora_" in name or packed(name) for name in shapes)
+    if model.config is None or model.base_tensors or adapter_or_quantized:
+        return ()
+    names: Iterable[str] = shapes
+    family = family_of(model)
+    if layout == "as-is" and family is not None:
+        try:
+            names = convert(family.rules, shapes).shapes
+        except CheckpointError:  # experts in a layout of their own
+            return ()
+        if family.strangers(name for name in names if not HEADS.fullmatch(name)):
+            return ()
+    return check_parts(names, model)
 
 
 def _responsible(catalog: Catalog, model: ModelInfo) -> Architecture:
