@@ -25,12 +25,14 @@ from merge_stream.formats._catalog import listed
 from merge_stream.formats._names import noise_kind
 from merge_stream.units import counted
 
-__all__ = ["Selection", "naming_of", "refuse_flat_parameters", "select_model"]
+__all__ = ["Selection", "is_flat_key", "naming_of", "refuse_flat_parameters", "select_model"]
 
 Path = tuple[str, ...]
 
 # how trainers call the sub-tree of the model, the surest name first; "app" is the torch tutorial's AppState
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module", "model_state", "app")
+# FSDP1 of torch; fairscale and older torch number or name them
+_FLAT = re.compile(r"_?flat_param(_\w+)?")
 _TITAN_LAYER = re.compile(r"layers\.\d+\.(attention|attention_norm|feed_forward|moe)\.")
 
 
@@ -92,14 +94,22 @@ def naming_of(names: Collection[str]) -> str:
     return "hf"
 
 
+def is_flat_key(key: object) -> bool:
+    """Whether a stored name is that of flat parameters, or of a part of one, of any library."""
+    leaf = key.rpartition(".")[2] if isinstance(key, str) else ""
+    return bool(_FLAT.fullmatch(leaf)) or leaf.startswith("_fsdp_shard")
+
+
 def refuse_flat_parameters(names: Iterable[str], where: str) -> None:
-    """UnsupportedError for FSDP1's flat parameters, whose parts have no names."""
+    """UnsupportedError for flat parameters without metadata, whose parts have no names."""
     for name in names:
-        if name.rpartition(".")[2] in {"_flat_param", "flat_param"}:
+        if is_flat_key(name):
             raise UnsupportedError(
-                f"{where} holds FSDP1 flat parameters ({name!r}): LOCAL_STATE_DICT keeps no names, shapes or order of "
-                "the parameters inside, so they cannot be split",
-                hint="save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+                f"{where} holds flat parameters ({name!r}), as LOCAL_STATE_DICT of FSDP1 saves them: many parameters "
+                "laid end to end and cut into equal parts; their names, shapes and order are not in the file, so they "
+                "cannot be split",
+                hint="load it with the training script and save again with SHARDED_STATE_DICT or FULL_STATE_DICT; of "
+                "fairscale and torch_xla, rank files that hold shard_metadata beside model are merged",
             )
 
 

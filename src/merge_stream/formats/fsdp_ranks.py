@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -30,7 +29,6 @@ from merge_stream.errors import (
     CorruptCheckpointError,
     IncompleteShardsError,
     UnknownFormatError,
-    UnsupportedError,
     UsageError,
 )
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
@@ -39,7 +37,7 @@ from merge_stream.formats._mesh_groups import GroupResolver
 from merge_stream.formats._names import noise_kind
 from merge_stream.formats._rank_files import RankSet, choose_rank_set, ranks_text, recognise
 from merge_stream.formats._rank_index import Group, RankFile, RankIndex
-from merge_stream.formats._roots import naming_of, select_model
+from merge_stream.formats._roots import naming_of, refuse_flat_parameters, select_model
 from merge_stream.formats._stored_checksums import ZipRecords
 from merge_stream.formats.base import Detection
 from merge_stream.options import OpenOptions
@@ -52,7 +50,6 @@ __all__ = ["MEMBER", "FsdpRanks"]
 
 _MOST_DEPTH = 8
 _MOST_ENTRIES = 1 << 20
-_FLAT = re.compile(r"_?flat_param(_\d+)?")
 
 
 class FsdpRanks:
@@ -145,7 +142,7 @@ class _Names:
         if keys != self._keys:
             strings = [key for key in keys if isinstance(key, str)]
             self._odd = [key for key in keys if not isinstance(key, str)]
-            _refuse_flat(strings, file.where)
+            refuse_flat_parameters(strings, file.where)
             kinds = {key: noise_kind(key) for key in strings}
             if self._first:
                 for kind in filter(None, kinds.values()):
@@ -163,24 +160,11 @@ class _Names:
         flat = dict(islice(_flattened(values, (), _MOST_DEPTH), _MOST_ENTRIES))
         paths = {"\0".join(path): path for path in flat}
         selected = select_model(paths, self._root, file.where)
-        _refuse_flat(selected.names.values(), file.where)
+        refuse_flat_parameters(selected.names.values(), file.where)
         if self._first:
             self.ignored, self.notes, self._first = dict(selected.ignored), selected.notes, False
         clean = clean_names(selected.names.values(), file.where)
         return ((clean[name], flat[paths[key]]) for key, name in selected.names.items())
-
-
-def _refuse_flat(names: Iterable[str], where: str) -> None:
-    """UnsupportedError for flat parameters: FSDP1 `_flat_param`, fairscale and older torch `flat_param_0`."""
-    for name in names:
-        if _FLAT.fullmatch(name.rpartition(".")[2]):
-            msg = (
-                f"{where} holds FSDP1 flat parameters ({name!r}), as LOCAL_STATE_DICT saves them: many parameters laid "
-                "end to end and cut into equal parts; their names, shapes and order are not in the file, so they "
-                "cannot be split"
-            )
-            hint = "load it with the training script and save again with SHARDED_STATE_DICT or FULL_STATE_DICT"
-            raise UnsupportedError(msg, hint=hint)
 
 
 def _flattened(values: Mapping[Any, Any], path: tuple[str, ...], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
