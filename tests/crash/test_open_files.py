@@ -23,7 +23,12 @@ def limited(files: int, hard: int = 0) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "io"), [(150, "pread"), (150, "mmap"), pytest.param(3000, "pread", marks=pytest.mark.slow)]
+    ("ranks", "io"),
+    [
+        (150, "pread"),
+        pytest.param(150, "mmap", marks=pytest.mark.slow),
+        pytest.param(3000, "pread", marks=pytest.mark.slow),
+    ],
 )
 def test_more_ranks_than_files_may_be_open(tmp_path: Path, ranks: int, io: str) -> None:
     """Every output file is cut over all ranks; of 150 ranks there are more output files than descriptors too."""
