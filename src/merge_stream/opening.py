@@ -16,6 +16,7 @@ from merge_stream.architectures.lora_settings import SETTINGS_FILES
 from merge_stream.architectures.user_rules import NAMING, read_rules
 from merge_stream.discovery import members_of
 from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UsageError
+from merge_stream.formats._flat_files import flat_sets, other_sets
 from merge_stream.formats._stored_checksums import INTEGRITY_FILE, IntegrityFile
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
@@ -154,12 +155,17 @@ def _tree_of(
             raise UnknownFormatError(msg)
         if _best(alone, _formats(None)) is not None and not _is_part(name):
             return (), alone
+        beside = other_sets(tree.files, name)
+        own = LocalTree(tree.label, {k: v for k, v in tree.files.items() if k not in beside}, {}, allowance)
+        if beside and next(flat_sets(own), None) is not None:
+            return (f"{name} is one file of a checkpoint: the files called alike in {folder} were taken",), own
         return (f"{name} is one file of a checkpoint: its folder {folder} was taken",), tree
     return (), LocalTree.of(texts, allowance)
 
 
 def _is_part(name: str) -> bool:
-    return "_rank_" in name or "_rank" in name or name.endswith((".distcp", ".metadata")) or "-of-" in name
+    words = ("_rank", "-shard", "-of-")
+    return name.endswith((".distcp", ".metadata")) or any(word in name for word in words)
 
 
 def _config_dirs(tree: LocalTree) -> Iterator[str]:

@@ -84,7 +84,9 @@ def open_rank(tree: ByteTree, name: str, number: int, root: str | None) -> FlatR
     hidden: list[HiddenTensor] = []
     for key, value in values.items():
         name_of = key if isinstance(key, str) else f"[{described(key)}]"
-        if kind := noise_kind(name_of):
+        told = key in layout.params or key in (layout.buffers or ())
+        kind = None if told else noise_kind(name_of)
+        if kind:
             ignored[kind] += 1
         elif isinstance(key, str) and (view := plain_tensor(value, repr(key), where)) is not None:
             held[key] = Held(view.dtype, view.shape, locate(view, file, repr(key)), _crc(view, file))
