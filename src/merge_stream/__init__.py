@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from merge_stream.options import MergeOptions, OpenOptions
     from merge_stream.output.hub import PushTarget
     from merge_stream.report import Report
+    from merge_stream.through_store import finalize_store, stage
     from merge_stream.verification.check import check_folder
 
 __version__ = "0.1.0"
@@ -29,10 +30,12 @@ __all__ = [
     "check_folder",
     "execute",
     "finalize",
+    "finalize_store",
     "make_plan",
     "merge",
     "open_checkpoint",
     "push",
+    "stage",
     "verify",
 ]
 
@@ -43,6 +46,8 @@ _HOME = {
     "PushTarget": "output.hub",
     "Report": "report",
     "check_folder": "verification.check",
+    "finalize_store": "through_store",
+    "stage": "through_store",
 }
 
 
