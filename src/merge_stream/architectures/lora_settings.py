@@ -246,7 +246,7 @@ def _settings(name: str, path: str) -> LoraSettings:
     with open(path, "rb") as file:
         data = file.read(_LIMIT + 1)
     try:
-        value = json.loads(data) if len(data) <= _LIMIT else None
+        value = json.loads(data.decode("utf-8-sig")) if len(data) <= _LIMIT else None
         if isinstance(value, dict):
             return _checked(name, value, data if name.endswith("adapter_config.json") else None)
     except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):

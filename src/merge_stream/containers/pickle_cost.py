@@ -76,11 +76,10 @@ class PickleCost:
 
     def rough(self, data: bytes | bytearray, stop: int) -> int:
         """Bound for what the opcodes up to `stop` build."""
-        for at in range(self._rough_at, stop, _STEP):
+        for at in range(self._rough_at, min(stop, len(data)), _STEP):
             count = min(_STEP, stop - at, len(data) - at)
-            if count > 0:
-                counts = np.bincount(np.frombuffer(data, np.uint8, count, at), minlength=256)
-                self._rough += float(counts @ _ROUGH)
+            counts = np.bincount(np.frombuffer(data, np.uint8, count, at), minlength=256)
+            self._rough += float(counts @ _ROUGH)
         self._rough += 4.0 * max(0, stop - max(len(data), self._rough_at))  # of a long value, not yet read
         self._rough_at = stop
         return int(self._rough)

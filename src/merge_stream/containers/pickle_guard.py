@@ -106,10 +106,10 @@ def _scan(source: PickleSource, start: int, where: str) -> int:
     extra = _Extra(where)
     i = start
     while True:
-        if i > start:
-            source.passed(start, i, extra.nbytes)
         if i >= stop:
             raise IndexError
+        if i > start:
+            source.passed(start, i, extra.nbytes)
         if len(stack) > _MOST_STACK:
             raise _unsafe(where, i, f"has a stack of more than {_MOST_STACK} values")
         safe = source.window(i)

@@ -13,6 +13,7 @@ from merge_stream.tensors.ref import SourceFile
 __all__ = ["FileTable", "clean_names", "config_dirs", "listed"]
 
 
+_LONGEST_NAME = 4096
 _RESERVED = {"", "__metadata__"}
 
 
@@ -44,6 +45,11 @@ def clean_names(names: Iterable[str], where: str) -> dict[str, str]:
     owner: dict[str, str] = {}
     for name in names:
         clean = cleaned[name] = clean_name(name)
+        if not clean.isprintable() or len(clean) > _LONGEST_NAME:
+            raise CorruptCheckpointError(
+                f"{where}: a tensor is called {clean[:80]!a} ({len(clean)} characters): invisible ones, or too many",
+                hint="no model has such a name: the file is damaged, or was made to mislead",
+            )
         if clean in _RESERVED or not _is_text(clean):
             raise CorruptCheckpointError(
                 f"{where}: a tensor is called {clean[:80]!a}, which no safetensors file can hold",

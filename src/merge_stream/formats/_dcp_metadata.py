@@ -34,6 +34,7 @@ Ints = tuple[int, ...]
 _RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _SHARD_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _LARGEST = 1 << 62
+_MOST_DIMS = 64  # what numpy can view
 _DRAINED_BYTES = 170  # of memory for each entry beside the unpickled one, which goes as ours comes
 _HINT = "the metadata is damaged, or was written by a version of torch that is not known here"
 
@@ -133,6 +134,11 @@ def _add(result: DcpMetadata, document: object, where: str, allowance: MetadataA
         for name, path in paths.items():
             if type(name) is not str or type(path) is not tuple or not path:
                 raise CorruptCheckpointError(f"{where}: planner_data of {name!r} is no path of keys", hint=_HINT)
+            if name in result.tensors and ".".join(map(str, path)) != name:
+                raise CorruptCheckpointError(
+                    f"{where}: tensor {name!r} is called {'.'.join(map(str, path))[:200]!r} in planner_data",
+                    hint="one of the two names was changed: the file is damaged, copy it again",
+                )
             result.paths[name] = tuple(map(str, path)) if all(type(p) in {str, int} for p in path) else (name,)
     for index, info in _drained(storage):
         _add_stored(result, index, info, where)
@@ -237,6 +243,10 @@ def _fields(value: object, name: str, where: str) -> Mapping[str, Any]:
 
 def _ints(value: object) -> Ints | None:
     """A tuple of sizes, or None."""
-    if type(value) is not tuple or any(type(n) is not int or not 0 <= n < _LARGEST for n in value):
+    if (
+        type(value) is not tuple
+        or len(value) > _MOST_DIMS
+        or any(type(n) is not int or not 0 <= n < _LARGEST for n in value)
+    ):
         return None
     return value

@@ -89,6 +89,11 @@ def weight_files(tree: ByteTree, chosen: HubSet) -> Sequence[str]:
             _check_numbers(tree, next(iter(chosen.numbered)), groups[0])
         return groups[0]
     wanted = list(dict.fromkeys(_weight_map(tree, chosen.index).values()))
+    if outside := [name for name in wanted if name.startswith("/") or ".." in name.split("/")]:
+        raise CorruptCheckpointError(
+            f"{tree.label}/{chosen.index} points out of the folder, to {listed(map(ascii, outside))}",
+            hint="an index names files of its own folder: this one was damaged, or made to mislead",
+        )
     if missing := [name for name in wanted if name not in tree.files]:
         raise IncompleteShardsError(
             f"{tree.label} lacks {len(missing)} of {len(wanted)} files that {chosen.index} names: {listed(missing)}",

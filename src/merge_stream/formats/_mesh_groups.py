@@ -15,13 +15,13 @@ otherwise read in pieces of at most 1 MiB.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from merge_stream.containers.json_file import read_json
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.formats._rank_files import ranks_text
 from merge_stream.formats._rank_index import Group
@@ -32,6 +32,7 @@ __all__ = ["GroupResolver", "expert_count"]
 _STACK = re.compile(r"(?:.*\.)?experts\.(?!\d+$)[^.]+")
 _STEP = 1 << 20
 _SAMPLE = 4096
+_MOST_CONFIG_BYTES = 1 << 24
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 
 
@@ -45,12 +46,12 @@ class _Piece(NamedTuple):
 def expert_count(tree: ByteTree) -> int | None:
     """Number of experts that the config.json beside the checkpoint states, or None."""
     for name in ("huggingface/config.json", "config.json"):
-        if name in tree.files and tree.files[name].nbytes < 1 << 24:
+        if name in tree.files and tree.files[name].nbytes <= _MOST_CONFIG_BYTES:
             try:
-                config = json.loads(tree.read(name))
-            except (ValueError, RecursionError):
+                config = read_json(tree, name, _MOST_CONFIG_BYTES)
+            except CorruptCheckpointError:
                 continue
-            nested = config.get("text_config") if isinstance(config, dict) else None
+            nested = config.get("text_config")
             for part in (config, nested):
                 counts = [part.get(key) for key in _EXPERT_KEYS] if isinstance(part, dict) else []
                 for count in counts:

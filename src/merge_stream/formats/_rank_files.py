@@ -11,12 +11,12 @@ says which set is meant; without it a set must be complete, and be the only comp
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from merge_stream.containers.json_file import read_json
 from merge_stream.errors import AmbiguousCheckpointError, CorruptCheckpointError, IncompleteShardsError
 from merge_stream.storage.base import ByteTree
 from merge_stream.units import counted
@@ -137,15 +137,7 @@ def _verl_set(tree: ByteTree, sets: Mapping[int, Mapping[int, str]]) -> RankSet:
 def _fsdp_config(tree: ByteTree) -> dict[str, Any]:
     if _CONFIG not in tree.files:
         return {}
-    path = tree.files[_CONFIG].path
-    try:
-        config = json.loads(tree.read(_CONFIG, 0, min(tree.files[_CONFIG].nbytes, _MOST_CONFIG_BYTES)))
-    except (ValueError, RecursionError) as error:
-        msg = f"{path} is no JSON: {error}"
-        raise CorruptCheckpointError(msg, hint="restore the file, or remove it") from None
-    if not isinstance(config, dict):
-        raise CorruptCheckpointError(f"{path} is no JSON object", hint="restore the file, or remove it")
-    return config
+    return read_json(tree, _CONFIG, _MOST_CONFIG_BYTES)
 
 
 def _require(tree: ByteTree, files: Mapping[int, str], world_size: int, pattern: str) -> None:
