@@ -44,6 +44,7 @@ from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
+from merge_stream.tensors.tables import moved, stacked
 from merge_stream.units import counted
 
 __all__ = ["MEMBER", "FsdpRanks"]
@@ -201,13 +202,13 @@ class _Assembler:
                 shift = np.zeros(len(shape), dtype=np.int64)
                 if len(slices) > 1:
                     shift[0] = k * shape[0]
-                (replicas if j else shards).append(_shifted(first, shift))
-                replicas.append(_shifted(others, shift))
+                (replicas if j else shards).append(moved(first, shift))
+                replicas.append(moved(others, shift))
         if len(slices) > 1:
             self._joined.append(name)
             shape = (shape[0] * len(slices), *shape[1:])
-        further = _stacked(replicas, len(shape))
-        return TensorRef(name, dtype, shape, _stacked(shards, len(shape)), further if len(further) else None)
+        further = stacked(replicas, len(shape))
+        return TensorRef(name, dtype, shape, stacked(shards, len(shape)), further if len(further) else None)
 
     def notes(self) -> tuple[str, ...]:
         """Remarks on what was joined, and on copies that differ."""
@@ -252,21 +253,6 @@ class _Assembler:
         chosen = (filled & first, filled & ~first)
         one, two = (ShardTable(start[m], stop[m], files[m], offsets[m]) for m in chosen)
         return one, two
-
-
-def _shifted(table: ShardTable, shift: np.ndarray) -> ShardTable:
-    return ShardTable(table.start + shift, table.stop + shift, table.file, table.offset)
-
-
-def _stacked(tables: list[ShardTable], ndim: int) -> ShardTable:
-    if not tables:
-        return ShardTable.of([], ndim)
-    return ShardTable(
-        np.concatenate([table.start for table in tables]),
-        np.concatenate([table.stop for table in tables]),
-        np.concatenate([table.file for table in tables]),
-        np.concatenate([table.offset for table in tables]),
-    )
 
 
 def _require_complete(name: str, group: Group) -> None:
