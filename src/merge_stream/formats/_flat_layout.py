@@ -7,7 +7,7 @@ fairscale 0.4.13, `FullyShardedDataParallel.local_metadata_dict()`, a value of e
                          "shared_param_info": [(name, further name), ...]}, ...],
      "buffer_names": [...]}
 
-torch_xla 2.1 to 2.10, `XlaFullyShardedDataParallel.get_shard_metadata()`:
+torch_xla (source of April 2026), `XlaFullyShardedDataParallel.get_shard_metadata()`:
 
     {"shard_info":   {unit: {stored name: {"_orig_name": ..., "_orig_size": ...}}},
      "flatten_info": {flat parameter: ([names], [shapes], [numels])},
