@@ -3,7 +3,8 @@
 Facts (fairscale 0.4.13, torch_xla of April 2026): rank r of W holds elements [r * part, (r + 1) * part) of the flat
 parameter and then padding. fairscale's part is ceil(size / W), and each rank notes its padding. torch_xla rounds it
 up to a multiple of 128, which a private argument changes, so any power of two is taken; `shard_param_on_dim_0` cuts
-ceil(rows / W) whole rows instead. With one rank fairscale leaves the shape as it was; units in a process group of one rank (batch norms, experts) are whole on each.
+ceil(rows / W) whole rows instead. With one rank fairscale leaves the shape as it was; units in a process group of one
+rank (batch norms, experts) are whole on each.
 """
 
 from __future__ import annotations
