@@ -71,7 +71,7 @@ class PickleCost:
         self._rough = 0.0
         self._exact_at = start
         self._exact = 0
-        self._depth = self._deepest = 0
+        self._depth = self._deepest = self._widest = 0
         self._marks: list[int] = []
 
     def rough(self, data: bytes | bytearray, stop: int) -> int:
@@ -87,7 +87,7 @@ class PickleCost:
     def exact(self, data: bytes | bytearray, stop: int) -> int:
         """The closer bound; `data` must hold the opcodes up to `stop`, and have passed the guard."""
         cost, at, depth, marks = self._exact, self._exact_at, self._depth, self._marks
-        deepest = self._deepest
+        deepest, widest = self._deepest, self._widest
         while at < stop:
             op = data[at]
             cost += _COST[op]
@@ -104,6 +104,7 @@ class PickleCost:
             elif op in _MARKED:
                 n = depth - marks.pop()
                 depth -= n
+                widest = max(widest, n)
                 cost += n * (_ELEMENT[op] if n <= 128 or op not in {0x75, 0x64} else LARGE_PAIR_BYTES // 2)
                 depth += op in {0x74, 0x6C, 0x64, 0x91, 0x6F}
                 at += 1
@@ -115,5 +116,5 @@ class PickleCost:
                 at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
             else:
                 at += _LENGTH[op] or 1
-        self._exact, self._exact_at, self._depth, self._deepest = cost, at, depth, deepest
-        return cost + cost // 32 + _STACK * deepest
+        self._exact, self._exact_at, self._depth, self._deepest, self._widest = cost, at, depth, deepest, widest
+        return cost + cost // 32 + _STACK * deepest + 8 * widest  # what goes into a list is copied first

@@ -123,6 +123,7 @@ def _add(result: DcpMetadata, document: object, where: str, allowance: MetadataA
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise CorruptCheckpointError(f"{where} has no state_dict_metadata or no storage_data", hint=_HINT)
     allowance.require(_DRAINED_BYTES * (len(entries) + len(storage)), where)
+    entries_named = tuple(entries)
     for name, entry in _drained(entries):
         if type(name) is not str:
             raise CorruptCheckpointError(f"{where}: a name is {type(name).__name__}, wanted text", hint=_HINT)
@@ -140,6 +141,11 @@ def _add(result: DcpMetadata, document: object, where: str, allowance: MetadataA
                     hint="one of the two names was changed: the file is damaged, copy it again",
                 )
             result.paths[name] = tuple(map(str, path)) if all(type(p) in {str, int} for p in path) else (name,)
+        if lost := [name for name in entries_named if paths and name in result.tensors and name not in paths]:
+            raise CorruptCheckpointError(
+                f"{where}: tensor {lost[0]!r} is not in planner_data, which names the others",
+                hint="its name was changed in one of the two places: the file is damaged, copy it again",
+            )
     for index, info in _drained(storage):
         _add_stored(result, index, info, where)
     result.version = version if type(version) is str else result.version
