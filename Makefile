@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 FAST  := not slow and not real and not memory and not crash
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint crash bench bench-smoke nightly docs clean
+.PHONY: help demo test check lint fuzz crash bench bench-smoke nightly docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +46,15 @@ lint: $(STAMP)  ## the part of `check` that runs no code
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+# atheris has wheels for CPython 3.11 to 3.13 on Linux and macOS; it is in no extra, for nothing else needs it
+FUZZ_INPUTS  ?= 200000
+FUZZ_SECONDS ?= 600
+fuzz: $(STAMP)  ## damaged checkpoints: structured mutations, then coverage-guided (about 25 + 10 minutes)
+	$(BIN)/python -m tests.hostile.fuzz --inputs $(FUZZ_INPUTS)
+	@test -x .venv-fuzz/bin/python || $(BIN)/python -m venv .venv-fuzz
+	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) 'atheris>=3' numpy psutil ml_dtypes xxhash
+	PYTHONPATH=src .venv-fuzz/bin/python -m tests.hostile.coverage_fuzz .fuzz-corpus -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=2000 -timeout=10 -artifact_prefix=.fuzz-corpus/
 
 crash: $(STAMP)  ## 100 random kill -9 + resume runs, outputs compared byte for byte
 	$(BIN)/python -m tests.crash.kill_resume --runs 100
