@@ -37,7 +37,6 @@ _KINDS = {
     "torch._utils._rebuild_xla_tensor": "an XLA tensor",
     "torch._utils._rebuild_wrapper_subclass": "a tensor subclass",
 }
-_MOST_DIMS = 64  # what numpy can view
 _LARGEST = 1 << 62
 _DENSE = "turn it into a dense tensor before saving, or leave it out of the state dict"
 
@@ -119,7 +118,7 @@ def _dense(rebuild: str, args: tuple[Any, ...], tensor: str, where: str) -> Plai
         _malformed(tensor, where)
     if type(shape) is not tuple or type(stride) is not tuple or type(offset) is not int:
         _malformed(tensor, where)
-    if len(shape) != len(stride) or len(shape) > _MOST_DIMS or not 0 <= offset < _LARGEST:
+    if len(shape) != len(stride) or not 0 <= offset < _LARGEST:
         _malformed(tensor, where)
     if any(type(n) is not int or not 0 <= n < _LARGEST for n in (*shape, *stride)):
         _malformed(tensor, where)

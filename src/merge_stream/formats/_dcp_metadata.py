@@ -34,7 +34,6 @@ Ints = tuple[int, ...]
 _RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _SHARD_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _LARGEST = 1 << 62
-_MOST_DIMS = 64  # what numpy can view
 _DRAINED_BYTES = 170  # of memory for each entry beside the unpickled one, which goes as ours comes
 _HINT = "the metadata is damaged, or was written by a version of torch that is not known here"
 
@@ -249,10 +248,6 @@ def _fields(value: object, name: str, where: str) -> Mapping[str, Any]:
 
 def _ints(value: object) -> Ints | None:
     """A tuple of sizes, or None."""
-    if (
-        type(value) is not tuple
-        or len(value) > _MOST_DIMS
-        or any(type(n) is not int or not 0 <= n < _LARGEST for n in value)
-    ):
+    if type(value) is not tuple or any(type(n) is not int or not 0 <= n < _LARGEST for n in value):
         return None
     return value
