@@ -45,7 +45,8 @@ from merge_stream.output.place import (
 from merge_stream.preflight import preflight
 from merge_stream.report import Report
 from merge_stream.storage.local import LocalSource
-from merge_stream.verification.verdict import compare_with_plan, verify
+from merge_stream.verification.verdict import verify
+from merge_stream.verification.written import compare_with_plan
 
 if TYPE_CHECKING:
     from merge_stream.output.hub import Pushed, PushTarget
@@ -145,7 +146,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         checksums = _checksums(staged, observer, stop)
         if job.options.verify:
             with sources_unchanged(job.plan):
-                compare_with_plan(
+                errors = compare_with_plan(
                     job.plan,
                     place.model_dir,
                     job.encoding,
@@ -156,6 +157,8 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
                     job.options.io,
                 )
             verified.append("all values were read back and compared with the source")
+            if errors:
+                verified.append(f"quantized weights are near the source; worst: {errors[0]}")
         left_over = commit(place)
     finally:
         staging.close()

@@ -166,6 +166,18 @@ writing = _all(
     click.option(
         "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), help="Type of floating tensors. Default: keep."
     ),
+    click.option(
+        "--quantize",
+        type=click.Choice(["fp8-dynamic"]),
+        help="Write the linear layers quantized: float8 with a scale for each output channel.",
+    ),
+    click.option(
+        "--quantize-ignore",
+        multiple=True,
+        type=WORDS,
+        metavar="GLOB",
+        help="With --quantize: modules that stay plain; repeatable.",
+    ),
     click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest output file."),
     click.option("--no-model-card", is_flag=True, help="Write no README.md with the origin of the weights."),
 )
@@ -258,6 +270,8 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         dtype=given["dtype"] or default_dtype,
         layout=given["layout"],
         max_shard_size=parse_bytes(given["max_shard_size"]),
+        quantize=given["quantize"],
+        quantize_ignore=_quantize_ignore(given),
         base_model=given["base_model"],
         lora=lora_choice(given),
         write_config=not given["no_config"],
@@ -279,6 +293,14 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
     )
 
 
+def _quantize_ignore(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """`--quantize-ignore`; UsageError when nothing is quantized."""
+    if given["quantize_ignore"] and given["quantize"] is None:
+        msg = "--quantize-ignore says what stays plain, and nothing is quantized"
+        raise UsageError(msg, hint="add --quantize fp8-dynamic")
+    return tuple(given["quantize_ignore"])
+
+
 def _staging(given: Mapping[str, Any]) -> StagingName:
     """`--staging`; UsageError when a store is to be kept and none is made."""
     name: StagingName = given.get("staging") or "direct"
@@ -290,6 +312,8 @@ def _staging(given: Mapping[str, Any]) -> StagingName:
 
 NOT_FOR_STAGE: Mapping[str, Any] = {
     "dtype": "keep",
+    "quantize": None,
+    "quantize_ignore": (),
     "max_shard_size": "5GB",
     "no_model_card": True,
     "verify": False,

@@ -27,7 +27,7 @@ from merge_stream.engine.memory import MemoryPlan, metadata_ahead, plan_memory
 from merge_stream.engine.probe import Prober
 from merge_stream.engine.stored_checksums import ChecksumFindings, ranges_ahead
 from merge_stream.engine.twins import as_stored
-from merge_stream.errors import CorruptCheckpointError
+from merge_stream.errors import CorruptCheckpointError, UnsupportedError, UsageError
 from merge_stream.options import DtypeName, MergeOptions
 from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder, find_model_folder
@@ -36,7 +36,9 @@ from merge_stream.planning.naming import Named, name_parameters
 from merge_stream.planning.plan import Plan
 from merge_stream.planning.planner import Resolved
 from merge_stream.planning.planner import make_plan as place_parameters
+from merge_stream.planning.quantize import QuantizedWeights, choose_weights
 from merge_stream.planning.resolve import check_shards, resolve
+from merge_stream.planning.segments import largest_band
 from merge_stream.planning.store_layout import in_bands
 from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.local import LocalSource
@@ -100,6 +102,7 @@ def make_plan(
     check_shards(replace(catalog, tensors=catalog.twins), catalog.twins)
     named = name_parameters(catalog, folder.info, options.layout, options.lora)
     resolved = named.parameters
+    quantized = _quantized(catalog, named, options)
     encoding = encoding_for(_dtype_of(catalog, folder, options))
     memory = plan_memory(
         options.max_mem,
@@ -119,7 +122,7 @@ def make_plan(
         prober = Prober(catalog, checked, encoding, budget, memory.segment, observer, stop)
         narrows = encoding.name in {"bf16", "fp16"}
         wide = names_kept_wide(list(resolved), folder.info) if narrows else frozenset[str]()
-        narrow = _read_narrow(catalog, named, encoding, wide)
+        narrow = _read_narrow(catalog, named, encoding, wide | quantized.names)
         checksums = _probe_checksums([*narrow.values(), *named.adapter], prober, options, warnings)
         prober.check_twins()
         resolved = narrow
@@ -140,11 +143,13 @@ def make_plan(
         options,
         adapter=named.adapter,
         keep_wide=wide,
+        quantized=quantized,
         notes=(
             *catalog.notes,
             *named.mapping.notes,
             *named.notes,
             *folder.notes,
+            *quantized.notes,
             *_remarks(resolved, options),
             *_wide_remark(wide, options),
             *written_heads,
@@ -154,9 +159,24 @@ def make_plan(
         probe_nbytes=prober.read_nbytes,
     )
     del budget
-    memory = memory_for(options, named)
+    least = largest_band(plan)
+    memory = memory_for(options, named, least_segment=least)
     warnings += [text for text in (_hub_remark(plan),) if text]
-    return Job(catalog, folder, named, in_bands(plan, catalog), options, encoding, memory, warnings, checksums)
+    return Job(catalog, folder, named, in_bands(plan, catalog), options, encoding, memory, warnings, checksums, least)
+
+
+def _quantized(catalog: Catalog, named: Named, options: MergeOptions) -> QuantizedWeights:
+    """What `--quantize` means for this model; nothing without it."""
+    if options.quantize is None:
+        return QuantizedWeights()
+    if catalog.chunk_sums or options.staging == "zarr":
+        msg = f"--quantize {options.quantize} cannot be made from a staging store"
+        raise UnsupportedError(msg, hint="merge from the checkpoint itself, with --staging direct")
+    if not options.write_config:
+        msg = f"--quantize {options.quantize} with --no-config: without config.json nobody can read the weights"
+        raise UsageError(msg, hint="leave one of them out")
+    tensors = {name: (r.parameter.shape, r.source.dtype) for name, r in named.parameters.items()}
+    return choose_weights(options.quantize, tensors, ignore=options.quantize_ignore)
 
 
 def _dtype_of(catalog: Catalog, folder: ModelFolder, options: MergeOptions) -> DtypeName:
@@ -316,7 +336,7 @@ def card_facts(job: Job) -> CardFacts | None:
         layout=job.options.layout,
         lora=catalog.staged.lora if catalog.staged else lora_note(job.named),
         tensors=len(plan.parameters),
-        parameters=sum(p.size for p in plan.parameters),
+        parameters=sum(p.size for p in plan.parameters if p.part_of is None),
         nbytes=sum(p.nbytes for p in plan.parameters),
         files=len(plan.outputs),
         base_id=hub_id_of(folder.base_id, *config_names(folder.info.config, catalog.beside)),

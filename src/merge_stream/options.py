@@ -13,6 +13,7 @@ __all__ = [
     "LoraMode",
     "MergeOptions",
     "OpenOptions",
+    "QuantizeName",
     "StagingName",
     "WeightsName",
 ]
@@ -21,6 +22,7 @@ DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 LayoutName = Literal["upstream", "as-is"]
 StagingName = Literal["direct", "zarr"]
 IoName = Literal["auto", "pread", "mmap"]
+QuantizeName = Literal["fp8-dynamic"]
 LoraMode = Literal["merge", "keep", "both"]
 WeightsName = Literal["master", "module"]
 
@@ -61,6 +63,8 @@ class OpenOptions:
 class MergeOptions:
     """What to write and how; bytes are plain numbers here.
 
+    quantize        scheme in which the linear layers are written, or None; `dtype` governs all others
+    quantize_ignore globs of modules that stay plain
     base_model      folder with config.json, tokenizer and (where present) safetensors headers
     model_card      write a README.md with the origin of the weights where the folder brings none
     materialize_tied  write the output head although it is tied to the embedding
@@ -75,6 +79,8 @@ class MergeOptions:
     """
 
     dtype: DtypeName = "keep"
+    quantize: QuantizeName | None = None
+    quantize_ignore: tuple[str, ...] = ()
     layout: LayoutName = "upstream"
     max_shard_size: int = 5_000_000_000
     base_model: str | None = None

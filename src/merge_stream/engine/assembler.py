@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from merge_stream.encodings.base import Encoding
+from merge_stream.encodings.base import Encoding, scheme_named
 from merge_stream.engine.budget import Lease
 from merge_stream.engine.fold import FoldPlace, apply_fold
+from merge_stream.errors import CorruptCheckpointError
 from merge_stream.planning.plan import LowRank, ParameterPlan, ResolvedTake
 from merge_stream.planning.segments import tiles_of
 from merge_stream.storage.base import ByteSource
@@ -70,6 +71,29 @@ class Assembler:
             if lost:
                 self.overflows[parameter.name] = self.overflows.get(parameter.name, 0) + lost
         lease.rewind(mark)
+
+    def quantized(
+        self, parameter: ParameterPlan, boxes: Sequence[Box], outs: Sequence[np.ndarray], lease: Lease
+    ) -> np.ndarray:
+        """Fill `outs` (uint8: the weight, its scales) with the encoded rows that `boxes` make up, one after another.
+
+        Returns the rows as the source has them, in the lease. CorruptCheckpointError when a value is NaN or infinite.
+        """
+        assert parameter.quantized is not None
+        source, scheme = parameter.source, scheme_named(parameter.quantized.scheme)
+        values = lease.take(sum(box.size for box in boxes) * source.dtype.itemsize)
+        at = 0
+        for box in boxes:
+            stop = at + box.size * source.dtype.itemsize
+            self._fill(source.takes, box, source.dtype, values[at:stop], lease)
+            at = stop
+        rows = values.view(source.dtype.numpy()).reshape(-1, parameter.shape[1])
+        bad = scheme.encode(rows, outs)
+        if bad:
+            msg = f"{parameter.name} holds {bad} values that are NaN or infinite (perhaps more): it cannot be quantized"
+            hint = "such a model is broken; merge it without --quantize to look at it, or leave the tensor plain"
+            raise CorruptCheckpointError(msg, hint=f"{hint} (--quantize-ignore {parameter.name})")
+        return rows
 
     def _fill(self, takes: Sequence[ResolvedTake], box: Box, dtype: DType, values: np.ndarray, lease: Lease) -> None:
         """Read every take's part of `box` into `values` (uint8), and add its fold."""

@@ -11,19 +11,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from merge_stream.encodings.base import Encoding
 from merge_stream.engine.assembler import Assembler
 from merge_stream.engine.budget import Lease, MemoryBudget
 from merge_stream.engine.events import Observer, Progress
-from merge_stream.engine.staging import StagingArea
+from merge_stream.engine.staging import PlacedBytes, StagingArea
 from merge_stream.errors import InterruptedRunError
 from merge_stream.planning.plan import Plan
 from merge_stream.planning.segments import Segment, segments_of
 from merge_stream.storage.base import ByteSource
 
-__all__ = ["Executed", "StopFlag", "execute", "run_workers"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Executed", "StopFlag", "assemble_quantized", "execute", "run_workers"]
 
 T = TypeVar("T")
 
@@ -81,10 +84,10 @@ def execute(
 
     def pending() -> Iterator[Segment]:
         for segment in segments_of(plan, segment_bytes):
-            if done.covers(segment.output, segment.start, segment.stop):
-                result.resumed_nbytes += segment.stop - segment.start
+            if all(done.covers(span.output, span.start, span.stop) for span in segment.spans):
+                result.resumed_nbytes += segment.nbytes
                 with tell:
-                    observer(Progress(segment.stop - segment.start, resumed=True))
+                    observer(Progress(segment.nbytes, resumed=True))
             else:
                 yield segment
 
@@ -93,11 +96,13 @@ def execute(
         for segment in segments:
             stop.check()
             with budget.lease() as lease:
-                data = assemble_segment(plan, segment, assembler, lease)
-                staging.write(segment.output, segment.start, data)
+                if segment.parts:
+                    staging.write_together(assemble_quantized(plan, segment, assembler, lease)[0])
+                else:
+                    staging.write(segment.output, segment.start, assemble_segment(plan, segment, assembler, lease))
             with tell:
-                result.written_nbytes += len(data)
-                observer(Progress(len(data)))
+                result.written_nbytes += segment.nbytes
+                observer(Progress(segment.nbytes))
         with tell:
             result.read_nbytes += assembler.read_nbytes
             for name, count in assembler.overflows.items():
@@ -116,6 +121,17 @@ def assemble_segment(plan: Plan, segment: Segment, assembler: Assembler, lease: 
         assembler.tile(plan.parameters[tile.parameter], tile.box, out[at : at + tile.nbytes], lease)
         out[at + tile.nbytes : at + tile.room] = 0
     return out.data
+
+
+def assemble_quantized(
+    plan: Plan, segment: Segment, assembler: Assembler, lease: Lease
+) -> tuple[list[PlacedBytes], np.ndarray]:
+    """The encoded bytes of a segment of a quantized parameter and of its scales, and the source's values in rows."""
+    outs = [lease.take(span.stop - span.start, phase=span.start) for span in segment.spans]
+    boxes = [tile.box for tile in segment.tiles]
+    values = assembler.quantized(plan.parameters[segment.tiles[0].parameter], boxes, outs, lease)
+    pieces = [PlacedBytes(span.output, span.start, out.data) for span, out in zip(segment.spans, outs, strict=True)]
+    return pieces, values
 
 
 def run_workers(items: Iterable[T], worker: Callable[[Iterator[T]], None], count: int, stop: StopFlag) -> None:

@@ -85,7 +85,7 @@ def plan_memory(
     fixed = reserved + _HEADROOM + ahead
     room = address_room()
     wanted = min(workers or _cores(), _WORKERS_LIMIT)
-    segments = [size for size in _SEGMENTS if size >= least_segment]
+    segments = [size for size in _SEGMENTS if size >= least_segment] or [least_segment]
     for segment in segments:
         for count in sorted({wanted, max(wanted // 2, 1), 1}, reverse=True):
             if count == 1 and segment > segments[max(len(segments) - 2, 0)] and wanted > 1:

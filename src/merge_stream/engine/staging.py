@@ -21,7 +21,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from merge_stream.engine.journal import DoneRanges, Journal, WrittenRange, checksum, noted_ranges, read_journal
@@ -30,7 +31,7 @@ from merge_stream.planning.plan import Plan, fingerprint_of
 from merge_stream.storage.base import ByteSink
 from merge_stream.storage.local import LocalSink
 
-__all__ = ["STORE", "STORE_ENTRIES", "DirectStaging", "StagingArea", "belongs_to", "locked"]
+__all__ = ["STORE", "STORE_ENTRIES", "DirectStaging", "PlacedBytes", "StagingArea", "belongs_to", "locked"]
 
 STORE = "store"
 """The store of a merge through a store, in its partial folder; it has a partial folder of its own while it is made."""
@@ -39,6 +40,15 @@ _PLAN = "plan.json"
 _FLUSH_BYTES = 64 << 20
 _MOST_WINDOWS = 4
 _LARGEST_RECHECK = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBytes:
+    """Bytes for byte `start` on of output file `output`."""
+
+    output: int
+    start: int
+    data: memoryview
 
 
 class StagingArea(Protocol):
@@ -60,6 +70,10 @@ class StagingArea(Protocol):
 
     def write(self, output: int, start: int, data: memoryview) -> None:
         """Write bytes of an output file and journal them."""
+        ...
+
+    def write_together(self, pieces: Sequence[PlacedBytes]) -> None:
+        """Write several ranges that make sense together alone, and journal them as one: all of them or none."""
         ...
 
     def sync(self) -> None:
@@ -145,18 +159,25 @@ class DirectStaging:
 
     def write(self, output: int, start: int, data: memoryview) -> None:
         """Write, journal, and wait while too much is not yet on the disk."""
-        written = WrittenRange(
-            output, start, start + len(data), checksum(data)
-        )  # now, while the bytes are in the CPU's cache
-        self.sink.write_at(self._plan.outputs[output].name, start, data)
+        self.write_together([PlacedBytes(output, start, data)])
+
+    def write_together(self, pieces: Sequence[PlacedBytes]) -> None:
+        """Write and wait as `write` does, and journal all of them or none."""
+        written = []
+        for piece in pieces:
+            stop = piece.start + len(piece.data)
+            note = checksum(piece.data)  # now, while the bytes are in the CPU's cache
+            written.append(WrittenRange(piece.output, piece.start, stop, note))
+            self.sink.write_at(self._plan.outputs[piece.output].name, piece.start, piece.data)
         with self._change:
             self._change.wait_for(
                 lambda: sum(self._unsynced.values()) < _MOST_WINDOWS * self._flush_bytes or self._failure is not None
             )
             if self._failure is not None:
                 raise self._failure
-            self._journal.record([written])
-            self._unsynced[output] = self._unsynced.get(output, 0) + len(data)
+            self._journal.record(written)
+            for piece in pieces:
+                self._unsynced[piece.output] = self._unsynced.get(piece.output, 0) + len(piece.data)
             if sum(self._unsynced.values()) >= self._flush_bytes:
                 self._change.notify_all()
 

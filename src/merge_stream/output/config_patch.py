@@ -4,8 +4,8 @@ Untouched when nothing has to change. What may change: the dtype keys (the spell
 source uses, in every nest), `tie_word_embeddings` when the tie is broken, `architectures`
 when it is empty or names a language model although the head is that of a value or reward
 model (with its labels, without which that class does not load), `quantization_config` when
-plain weights are written. Key order, indent and the final newline stay. Never re-serialised
-through transformers: configs written by 5.24 lose their rope settings in 4.57.
+plain weights are written, or weights that this very merge quantizes. Key order, indent and the
+final newline stay. Never re-serialised through transformers: configs written by 5.24 lose their rope settings in 4.57.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ def dominant_dtype(tensors: Iterable[OutputTensor]) -> DType | None:
     """The floating type of most elements, or None when there is no floating tensor."""
     sizes: Counter[DType] = Counter()
     for tensor in tensors:
-        if tensor.dtype.kind == "float":
+        if tensor.dtype.kind == "float" and not _PACKED.fullmatch(tensor.name):
             sizes[tensor.dtype] += tensor.size
     return max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize, dtype.name)) if sizes else None
 
@@ -66,8 +66,14 @@ def holds_quantized(tensors: Iterable[OutputTensor]) -> bool:
     return any(tensor.dtype.kind == "quantized" or _PACKED.fullmatch(tensor.name) for tensor in tensors)
 
 
-def patch_config(original: bytes, tensors: Sequence[OutputTensor], *, untied: bool) -> PatchedConfig:
-    """config.json for these tensors.
+def patch_config(
+    original: bytes,
+    tensors: Sequence[OutputTensor],
+    *,
+    untied: bool,
+    quantization: Mapping[str, Any] | None = None,
+) -> PatchedConfig:
+    """config.json for these tensors; `quantization` are the settings of weights that were quantized now.
 
     `original` is a JSON object (checked where it was read). `untied` says that head and
     embedding differ although the config, or the family's default, ties them.
@@ -79,8 +85,11 @@ def patch_config(original: bytes, tensors: Sequence[OutputTensor], *, untied: bo
     if untied:
         _break_tie(config, notes)
     _set_architectures(config, tensors, notes)
-    if not holds_quantized(tensors):
+    if quantization is not None or not holds_quantized(tensors):
         _drop_quantization(config, notes)
+    if quantization is not None:
+        config[_QUANTIZATION_KEYS[0]] = dict(quantization)
+        notes.append(f"config.json: {_QUANTIZATION_KEYS[0]} set ({quantization['quant_method']})")
     if config == json.loads(text):
         return PatchedConfig(original, tuple(notes))
     return PatchedConfig(_written_like(text, config), tuple(notes))

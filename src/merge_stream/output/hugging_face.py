@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from merge_stream.containers.safetensors_file import read_header
+from merge_stream.encodings.base import scheme_named
 from merge_stream.engine.staging import DirectStaging
 from merge_stream.errors import VerificationError
 from merge_stream.output.config_patch import OutputTensor, holds_quantized, patch_config
@@ -72,14 +73,16 @@ def finish_folder(
     if adapter_config is not None:
         _write(os.path.join(staging.model_dir, _ADAPTER_CONFIG), adapter_config)
     if folder.config_bytes is not None and model:
-        patched = patch_config(folder.config_bytes, _model_tensors(plan), untied=bool(plan.broken_ties))
+        settings = scheme_named(plan.scheme).settings(plan.left_plain) if plan.scheme else None
+        untied = bool(plan.broken_ties)
+        patched = patch_config(folder.config_bytes, _model_tensors(plan), untied=untied, quantization=settings)
         notes = patched.notes
         architectures = tuple(str(name) for name in json.loads(patched.data).get("architectures") or ())
         _write(os.path.join(staging.model_dir, "config.json"), patched.data)
     if INDEX_NAME in origins:
         weight_map = {p.name: plan.outputs[p.output].name for p in model}
         size = sum(p.nbytes for p in model)
-        count = sum(p.size for p in model)
+        count = sum(p.size for p in model if p.part_of is None)
         index = build_index(weight_map, total_size=size, total_parameters=count)
         _write(os.path.join(staging.model_dir, INDEX_NAME), index)
     if card is not None and origins.get(CARD_NAME) == _OURS:
@@ -97,7 +100,8 @@ def _model_tensors(plan: Plan) -> list[OutputTensor]:
 
 
 def _side_files(plan: Plan, folder: ModelFolder) -> SidePlan:
-    return folder.side_files.for_quantized() if holds_quantized(_model_tensors(plan)) else folder.side_files
+    kept = not plan.scheme and holds_quantized(_model_tensors(plan))  # settings of others do not fit what we quantize
+    return folder.side_files.for_quantized() if kept else folder.side_files
 
 
 def check_journal(plan: Plan, staging: DirectStaging) -> None:

@@ -22,7 +22,17 @@ from merge_stream.tensors.dtype import DType, promoted
 from merge_stream.tensors.ref import ShardTable, SourceFile
 from merge_stream.tensors.staged import ChunkSums
 
-__all__ = ["Assembly", "LowRank", "OutputFile", "ParameterPlan", "Plan", "ResolvedTake", "Scaled", "fingerprint_of"]
+__all__ = [
+    "Assembly",
+    "LowRank",
+    "OutputFile",
+    "ParameterPlan",
+    "Plan",
+    "Quantized",
+    "ResolvedTake",
+    "Scaled",
+    "fingerprint_of",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,11 +108,21 @@ class Assembly:
     takes: tuple[ResolvedTake, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The form in which a weight is written: a scheme of `encodings`, and the parameters that hold its scales."""
+
+    scheme: str
+    parts: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterPlan:
     """One output tensor: `nbytes` bytes at byte `start` of output file `output`.
 
-    `bands` tell where it may be cut; None: anywhere, and its bytes stand without a gap.
+    `bands` tell where it may be cut; None: anywhere, and its bytes stand without a gap. A `quantized`
+    parameter is cut in whole bands of rows, and each piece fills the same rows of its scales too; those
+    are parameters of their own, `part_of` it, with a source that holds nothing.
     """
 
     name: str
@@ -112,6 +132,8 @@ class ParameterPlan:
     output: int
     start: int
     bands: Bands | None = None
+    quantized: Quantized | None = None
+    part_of: str | None = None
 
     @property
     def size(self) -> int:
@@ -126,7 +148,7 @@ class ParameterPlan:
     @property
     def source_nbytes(self) -> int:
         """Bytes that are read for it."""
-        return self.size * self.source.dtype.itemsize
+        return 0 if self.part_of is not None else self.size * self.source.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +173,8 @@ class Plan:
     `identity` maps a name ("source files", "--dtype", "tensor layout" ...) to a digest or
     value; two plans write the same bytes when their identities are equal. `notes` are
     remarks for the user, `facts` numbers for `plan` and the report. `chunk_sums` are checksums
-    that every read of a source file is compared with, by its path.
+    that every read of a source file is compared with, by its path. `scheme` is the quantization of
+    the model ("" without one), `left_plain` the modules of which its config must say that they are not.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -163,6 +186,8 @@ class Plan:
     broken_ties: tuple[str, ...] = ()
     probe_nbytes: int = 0
     chunk_sums: Mapping[str, ChunkSums] = field(default_factory=dict)
+    scheme: str = ""
+    left_plain: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from merge_stream.containers.safetensors_file import HeaderEntry, build_header
-from merge_stream.encodings.base import Encoding
+from merge_stream.encodings.base import Encoding, Part, Scheme, scheme_named
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.options import MergeOptions
+from merge_stream.planning.bands import Bands
 from merge_stream.planning.layout import Placed, file_name, split_in_files
-from merge_stream.planning.plan import Assembly, LowRank, OutputFile, ParameterPlan, Plan, Scaled
+from merge_stream.planning.plan import Assembly, LowRank, OutputFile, ParameterPlan, Plan, Quantized, Scaled
+from merge_stream.planning.quantize import QuantizedWeights
 from merge_stream.tensors.parameter import Parameter
 from merge_stream.tensors.ref import Catalog, ShardTable
 
-__all__ = ["ADAPTER_FILE", "DATA_ALIGNMENT", "PLAN_VERSION", "Resolved", "make_plan"]
+__all__ = ["ADAPTER_FILE", "DATA_ALIGNMENT", "PLAN_VERSION", "RULE_VERSION", "Resolved", "joined", "make_plan"]
 
 ADAPTER_FILE = "lora_adapter/adapter_model.safetensors"
 PLAN_VERSION = 1
+RULE_VERSION = 1
+"""Of the arithmetic of all schemes: a run that was begun with another one is not continued."""
 _MOST_DIMS = 64
 DATA_ALIGNMENT = 4096
 """The data section of each output file starts at a multiple of this: one memory page."""
@@ -42,6 +46,7 @@ def make_plan(
     *,
     adapter: Sequence[Resolved] = (),
     keep_wide: frozenset[str] = frozenset(),
+    quantized: QuantizedWeights | None = None,
     notes: tuple[str, ...] = (),
     dropped: Mapping[str, str] | None = None,
     broken_ties: tuple[str, ...] = (),
@@ -50,17 +55,20 @@ def make_plan(
     """Place every parameter in an output file and fix all offsets.
 
     `adapter` goes to a file of its own, in its source types. `keep_wide` names parameters that
-    keep their source type whatever the encoding says.
+    keep their source type whatever the encoding says. Those of `quantized` are written in its scheme.
     `dropped` maps parameters left out to the reason.
     """
     placer = _Placer()
+    quantized = quantized or QuantizedWeights()
     dtypes = {
         r.parameter.name: r.source.dtype
         if r.parameter.name in keep_wide
         else encoding.target(r.parameter.name, r.source.dtype)
         for r in resolved
     }
-    by_name = _by_name(resolved)
+    parts = _parts(resolved, quantized)
+    by_name = _by_name([*resolved, *(_scales(part) for of in parts.values() for part in of[1:])])
+    dtypes |= {part.name: part.dtype for of in parts.values() for part in of}
     _refuse_more_dims([*resolved, *adapter])
     placed = [
         Placed(name, dtypes[name], math.prod(r.parameter.shape) * dtypes[name].itemsize) for name, r in by_name.items()
@@ -74,17 +82,50 @@ def make_plan(
             Placed(n, r.source.dtype, math.prod(r.parameter.shape) * r.source.dtype.itemsize) for n, r in own.items()
         ]
         placer.add(ADAPTER_FILE, split_in_files(kept, sum(t.nbytes for t in kept))[0], own)
-    parameters, outputs = placer.parameters, placer.outputs
+    outputs = placer.outputs
+    parameters = joined(placer.parameters, parts, scheme_named(quantized.scheme)) if parts else placer.parameters
     return Plan(
         tuple(parameters),
         tuple(outputs),
         catalog.files,
-        _identity(catalog, parameters, outputs, options),
+        _identity(catalog, parameters, outputs, options, quantized),
         notes,
         dict(dropped or {}),
         broken_ties,
         probe_nbytes,
+        scheme=quantized.scheme,
+        left_plain=quantized.left_plain,
     )
+
+
+def _parts(resolved: Sequence[Resolved], quantized: QuantizedWeights) -> dict[str, tuple[Part, ...]]:
+    """The tensors that each quantized weight becomes."""
+    if not quantized.names:
+        return {}
+    scheme = scheme_named(quantized.scheme)
+    shapes = ((r.parameter.name, r.parameter.shape) for r in resolved)
+    return {name: scheme.parts(name, shape) for name, shape in shapes if name in quantized.names}
+
+
+def _scales(part: Part) -> Resolved:
+    """A tensor that comes out of the encoding of another one: nothing is read for it."""
+    return Resolved(Parameter(part.name, part.shape, part.shape, ()), Assembly(part.shape, part.dtype, ()))
+
+
+def joined(
+    parameters: Iterable[ParameterPlan], parts: Mapping[str, Sequence[Part]], scheme: Scheme
+) -> list[ParameterPlan]:
+    """Parameters that know of each other: weights where their scales stand, scales whose they are."""
+    found = list(parameters)
+    places = {p.name: k for k, p in enumerate(found)}
+    for name, (_, *scales) in parts.items():
+        weight = found[places[name]]
+        indices = tuple(places[part.name] for part in scales)
+        bands = Bands(scheme.rows * weight.shape[1], max(weight.size, 1))
+        found[places[name]] = replace(weight, bands=bands, quantized=Quantized(scheme.name, indices))
+        for k in indices:
+            found[k] = replace(found[k], part_of=name)
+    return found
 
 
 class _Placer:
@@ -132,7 +173,11 @@ def _by_name(resolved: Sequence[Resolved]) -> dict[str, Resolved]:
 
 
 def _identity(
-    catalog: Catalog, parameters: Sequence[ParameterPlan], outputs: Sequence[OutputFile], options: MergeOptions
+    catalog: Catalog,
+    parameters: Sequence[ParameterPlan],
+    outputs: Sequence[OutputFile],
+    options: MergeOptions,
+    quantized: QuantizedWeights,
 ) -> dict[str, str]:
     """What decides the bytes, named so that a mismatch can be told."""
     files = hashlib.sha256()
@@ -159,6 +204,7 @@ def _identity(
         headers.update(f"{o.name}\0{o.nbytes}\n".encode())
         headers.update(o.header)
     return {
+        **({"--quantize": f"{quantized.scheme}, rule {RULE_VERSION}"} if quantized.scheme else {}),
         "plan version": str(PLAN_VERSION),
         "source files (name, size, time of change)": files.hexdigest()[:32],
         "places of the source tensors": sources.hexdigest()[:32],

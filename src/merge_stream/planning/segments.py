@@ -5,7 +5,8 @@ range, all further dims whole. A *segment* is a run of neighbouring tiles of one
 file, at most `segment_bytes` of source (and of output) bytes, so it is read, encoded and
 written as one. Segments tile the data section of every file; the journal speaks of byte
 ranges, never of segments, so a resumed run may cut differently. A parameter with bands is cut
-between bands only; a band of rows that is no box of the parameter's view is several tiles.
+between bands only; a band of rows that is no box of the parameter's view is several tiles. A
+quantized parameter has segments of its own, which fill the spans of its scales as well.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from merge_stream.planning.plan import OutputFile, ParameterPlan, Plan
 from merge_stream.tensors.box import Box, boxes_of_range
 
-__all__ = ["Segment", "Tile", "segments_of", "tiles_of"]
+__all__ = ["Segment", "Span", "Tile", "largest_band", "segments_of", "tiles_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,33 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [start, stop) of output file `output`."""
+
+    output: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes [start, stop) of output file `output`, made of neighbouring tiles."""
+    """Bytes [start, stop) of output file `output`, made of neighbouring tiles; `parts` are those of its scales."""
 
     output: int
     start: int
     stop: int
     tiles: tuple[Tile, ...]
+    parts: tuple[Span, ...] = ()
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Everything that is written by it."""
+        return Span(self.output, self.start, self.stop), *self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all spans."""
+        return sum(span.stop - span.start for span in self.spans)
 
 
 def tiles_of(view: tuple[int, ...], most: int) -> Iterator[Box]:
@@ -83,6 +104,9 @@ def segments_of(plan: Plan, segment_bytes: int) -> Iterator[Segment]:
         for run in sorted(_runs(plan, output, segment_bytes), key=lambda run: _source_place(plan.parameters[run[0]])):
             tiles: list[Tile] = []
             cost = 0
+            if plan.parameters[run[0]].quantized is not None:
+                yield from _quantized(plan, run[0], segment_bytes)
+                continue
             for index in run:
                 for together in _tiles(index, plan.parameters[index], segment_bytes):
                     price = _price(plan.parameters[index], together)
@@ -96,14 +120,20 @@ def segments_of(plan: Plan, segment_bytes: int) -> Iterator[Segment]:
 
 
 def _runs(plan: Plan, output: OutputFile, segment_bytes: int) -> Iterator[list[int]]:
-    """Neighbouring parameters that fit one segment together; a parameter that does not fit stands alone."""
+    """Neighbouring parameters that fit one segment together; one that does not fit, or is quantized, stands alone."""
     run: list[int] = []
     cost = 0
     for index in output.parameters:
-        price = _whole_cost(plan.parameters[index])
-        if run and cost + price > segment_bytes:
+        parameter = plan.parameters[index]
+        alone = parameter.quantized is not None or parameter.part_of is not None
+        price = _whole_cost(parameter)
+        if run and (alone or cost + price > segment_bytes):
             yield run
             run, cost = [], 0
+        if alone:
+            if parameter.part_of is None:
+                yield [index]
+            continue
         run.append(index)
         cost += price
     if run:
@@ -139,6 +169,34 @@ def _tiles(index: int, parameter: ParameterPlan, segment_bytes: int) -> Iterator
         together[-1] = replace(together[-1], room=end - together[-1].start)
         yield tuple(together)
         at = end
+
+
+def largest_band(plan: Plan) -> int:
+    """Source bytes of the largest band of a quantized parameter: a segment must hold it."""
+    banded = [(p, p.bands) for p in plan.parameters if p.quantized is not None]
+    return max((min(b.band, p.size) * p.source.dtype.itemsize for p, b in banded if b is not None), default=0)
+
+
+def _quantized(plan: Plan, index: int, segment_bytes: int) -> Iterator[Segment]:
+    """Segments of whole bands of rows, each with its part of the scales."""
+    parameter = plan.parameters[index]
+    quantized, bands = parameter.quantized, parameter.bands
+    assert quantized is not None
+    assert bands is not None
+    scales = [plan.parameters[k] for k in quantized.parts]
+    most = max(segment_bytes // max(parameter.dtype.itemsize, parameter.source.dtype.itemsize), 1)
+    for start, stop in bands.cuts(parameter.size, most):
+        tiles, at = [], parameter.start + start * parameter.dtype.itemsize
+        for box in boxes_of_range(parameter.source.view, start, stop):
+            nbytes = box.size * parameter.dtype.itemsize
+            tiles.append(Tile(index, box, at, nbytes, nbytes))
+            at += nbytes
+        first, last = start // bands.band, -(-stop // bands.band)
+        spans = []
+        for scale in scales:
+            row = scale.nbytes // -(-parameter.size // bands.band)
+            spans.append(Span(scale.output, scale.start + first * row, scale.start + last * row))
+        yield Segment(parameter.output, tiles[0].start, at, tuple(tiles), tuple(spans))
 
 
 def _cost(parameter: ParameterPlan, elements: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from merge_stream.engine.journal import DoneRanges, WrittenRange, checksum
+from merge_stream.engine.staging import PlacedBytes
 from merge_stream.planning.plan import Plan
 from merge_stream.storage.base import ByteSink
 from merge_stream.storage.memory import MemorySink
@@ -37,10 +39,16 @@ class MemoryStaging:
 
     def write(self, output: int, start: int, data: memoryview) -> None:
         """Write and note a range."""
-        self.sink.write_at(self._plan.outputs[output].name, start, data)
+        self.write_together([PlacedBytes(output, start, data)])
+
+    def write_together(self, pieces: Sequence[PlacedBytes]) -> None:
+        """Write several ranges, then note all of them."""
+        for piece in pieces:
+            self.sink.write_at(self._plan.outputs[piece.output].name, piece.start, piece.data)
+        noted = [WrittenRange(p.output, p.start, p.start + len(p.data), checksum(p.data)) for p in pieces]
         with self._lock:
-            self.writes.append(WrittenRange(output, start, start + len(data), checksum(data)))
-            self.ranges.append(self.writes[-1])
+            self.writes += noted
+            self.ranges += noted
 
     def sync(self) -> None:
         """Sync all files."""

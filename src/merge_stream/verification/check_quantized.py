@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from merge_stream.output.config_patch import OutputTensor, holds_quantized
+from merge_stream.planning.quantize import is_linear
 from merge_stream.verification.finding import CheckedFolder, Finding, listed, some
 
 __all__ = ["check_quantized"]
@@ -51,6 +52,7 @@ def check_quantized(folder: CheckedFolder) -> Iterator[Finding]:
             yield from _fp8(folder, settings)
         elif method == "compressed-tensors":
             yield from _compressed(settings)
+            yield from _channels(folder, settings)
         yield from _fused_layers(folder)
 
 
@@ -113,6 +115,30 @@ def _compressed(settings: dict[str, Any]) -> Iterator[Finding]:
             yield Finding("warning", "quantized", "nvfp4", "transformers (MoE), llama.cpp, TGI", text)
         if form.startswith("mxfp"):
             yield Finding("warning", "quantized", "mxfp", "llama.cpp, TGI", f"{form} is not supported")
+
+
+def _channels(folder: CheckedFolder, settings: dict[str, Any]) -> Iterator[Finding]:
+    """Weights with a scale for each row: every scale is there, and every plain linear layer is named."""
+    groups = settings.get("config_groups") or {}
+    if {(group.get("weights") or {}).get("strategy") for group in groups.values()} != {"channel"}:
+        return
+    weights = {n: t for n, t in folder.tensors.items() if t.dtype.name in _EIGHT_BITS and n.endswith(".weight")}
+    wrong = []
+    for name, tensor in weights.items():
+        scale = folder.tensors.get(f"{name}_scale")
+        if scale is None:
+            wrong.append(f"{name}_scale is not there")
+        elif scale.shape != (tensor.shape[0], 1):
+            wrong.append(f"{name}_scale {list(scale.shape)} instead of {[tensor.shape[0], 1]}")
+    if wrong:
+        text = f"{some(len(weights), '8-bit weight')}, and not a scale for each row: {listed(wrong)}"
+        yield Finding("error", "quantized", "channel-scales", "all: wrong weights", text)
+    named = [str(name) for name in settings.get("ignore") or []]
+    plain = [n.removesuffix(".weight") for n, t in folder.tensors.items() if is_linear(n) and t.dtype.kind == "float"]
+    unnamed = [module for module in plain if module not in named and not any(n.startswith("re:") for n in named)]
+    if unnamed:
+        text = f"plain linear layers that `ignore` does not name: {listed(unnamed)}; loaders look for their scales"
+        yield Finding("error", "quantized", "excluded", "transformers, vLLM, SGLang", text)
 
 
 def _fused_layers(folder: CheckedFolder) -> Iterator[Finding]:

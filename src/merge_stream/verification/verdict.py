@@ -18,34 +18,35 @@ from merge_stream.architectures.lora import PREFIX, holds_lora, is_adapter_alone
 from merge_stream.architectures.lora_base import beside
 from merge_stream.architectures.ties import tied_by_config
 from merge_stream.base_weights import refuse_without_base, with_base_weights
-from merge_stream.containers.safetensors_file import read_header
-from merge_stream.encodings.base import Encoding
+from merge_stream.encodings.base import Scheme
 from merge_stream.encodings.cast import Cast
 from merge_stream.engine.assembler import Assembler
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.checked_source import CheckedSource
 from merge_stream.engine.compare import Difference, Pair, Tolerance, compare_pairs
+from merge_stream.engine.compare_quantized import QuantizationError, compare_quantized
 from merge_stream.engine.events import Observer, Phase, Silent
 from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.fold import fold_bytes
 from merge_stream.engine.memory import plan_memory
 from merge_stream.engine.probe import Prober
 from merge_stream.engine.stored_checksums import ranges_ahead
-from merge_stream.errors import CheckpointError, MergeStreamError, UnknownFormatError, VerificationError
+from merge_stream.errors import CheckpointError, MergeStreamError, UnknownFormatError
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import IoName, LayoutName, LoraChoice, OpenOptions
 from merge_stream.output.model_info import find_model_folder
 from merge_stream.planning.naming import Named, name_parameters
-from merge_stream.planning.plan import Assembly, ParameterPlan, Plan, ResolvedTake
+from merge_stream.planning.plan import Assembly, ParameterPlan, ResolvedTake
 from merge_stream.planning.planner import Resolved
 from merge_stream.planning.resolve import check_shards, resolve
-from merge_stream.storage.local import LocalSource, LocalTree
+from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import identity
-from merge_stream.tensors.ref import Catalog, ShardTable, SourceFile, TensorRef
+from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 from merge_stream.units import counted
+from merge_stream.verification.quantized import band_nbytes, quantized_plan, scales_of, scheme_of_folder
 
-__all__ = ["Verdict", "compare_with_plan", "verify"]
+__all__ = ["Verdict", "pair_of", "verify"]
 
 _SHOWN = 5
 
@@ -56,7 +57,8 @@ class Verdict:
 
     `missing` are in the reference alone, `extra` in the model alone; `mismatched` maps a
     name to what differs in shape or type; `differences` are those of values; `cast` counts
-    tensors that were compared after a cast of the reference.
+    tensors that were compared after a cast of the reference. `quantized` tells of each weight that the model
+    has quantized how far it is from the reference, worst first: its bytes must be those that a merge writes.
     """
 
     out: str
@@ -68,12 +70,14 @@ class Verdict:
     mismatched: dict[str, str] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
     cast: int = 0
+    quantized: list[QuantizationError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """True when model and reference are equal."""
-        return not (self.missing or self.extra or self.mismatched or self.differences)
+        other = any(error.different for error in self.quantized)
+        return not (self.missing or self.extra or self.mismatched or self.differences or other)
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -88,6 +92,17 @@ class Verdict:
             "mismatched": self.mismatched,
             "compared_after_cast": self.cast,
             "notes": self.notes,
+            "quantized": [
+                {
+                    "name": e.name,
+                    "elements": e.size,
+                    "different_bytes": e.different,
+                    "max_abs": e.max_abs,
+                    "max_rel": e.max_rel,
+                    "snr_db": e.snr,
+                }
+                for e in self.quantized
+            ],
             "differences": [
                 {
                     "name": d.name,
@@ -108,6 +123,7 @@ class Verdict:
         if self.cast:
             count = counted(self.cast, "tensor was", "tensors were")
             text.append(f"  {count} compared after casting the reference to the model's type")
+        text += self._quantized_lines()
         text += [f"  {note}" for note in self.notes]
         for title, names in (("missing in the model", self.missing), ("only in the model", self.extra)):
             if names:
@@ -118,6 +134,18 @@ class Verdict:
         text += [f"  {difference}" for difference in worst[:_SHOWN]]
         if len(worst) > _SHOWN:
             text.append(f"  and {counted(len(worst) - _SHOWN, 'more tensor differs', 'more tensors differ')}")
+        return text
+
+    def _quantized_lines(self) -> list[str]:
+        if not self.quantized:
+            return []
+        other = [error for error in self.quantized if error.different]
+        text = [f"  {counted(len(self.quantized), 'weight is', 'weights are')} quantized; worst signal to noise first:"]
+        text += [f"    {error}" for error in self.quantized[:_SHOWN]]
+        text += [
+            f"  {e.name}: {e.different} bytes are not those that a merge of the reference writes"
+            for e in other[:_SHOWN]
+        ]
         return text
 
 
@@ -157,10 +185,20 @@ def verify(
         reference = with_base_weights(reference, base_model, info, max_mem=max_mem)
     for catalog in (model, reference):
         check_shards(catalog, catalog.tensors)
-    named = _named(model, reference, base_model, lora, verdict)
+    scheme = scheme_of_folder(out)
+    named = _named(model, reference, base_model, lora, verdict, scheme)
     fold = fold_bytes(named.folds if named is not None else ())
     ahead = ranges_ahead(reference, replicas=False) if check_crc else 0
-    memory = plan_memory(max_mem, workers=workers, compare=True, fold=fold, ahead=ahead, io=io, bound=max_mem_origin)
+    memory = plan_memory(
+        max_mem,
+        workers=workers,
+        compare=True,
+        fold=fold,
+        ahead=ahead,
+        io=io,
+        bound=max_mem_origin,
+        least_segment=band_nbytes(scheme, model, reference),
+    )
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     encoding = Cast("keep")
     with_source = LocalSource(io, window_bytes=memory.segment)
@@ -177,9 +215,23 @@ def verify(
         wanted = _wanted(model, reference, named, prober, verdict)
         if check_crc:
             verdict.notes.append(prober.stored_checksums((r.source for r in wanted.values()), replicas=False).text)
-        pairs = _pairs(model, reference, wanted, verdict)
-        verdict.tensors, verdict.nbytes = len(pairs), sum(p.got.nbytes for p in pairs)
+        encoded = quantized_plan(scheme, model, reference, wanted) if scheme is not None else None
+        quantized = encoded.parameters if encoded is not None else ()
+        pairs = _pairs(model, reference, wanted, verdict, {p.name for p in quantized})
+        verdict.tensors = len(pairs) + len(quantized)
+        verdict.nbytes = sum(p.got.nbytes for p in pairs) + sum(p.nbytes for p in quantized)
         observer(Phase("comparing", verdict.nbytes))
+        if encoded is not None and quantized:
+            verdict.quantized = compare_quantized(
+                encoded,
+                {k: f.path for k, f in enumerate(model.files)},
+                lambda: Assembler(CheckedSource(with_source, reference.chunk_sums), reference.files, encoding),
+                with_source,
+                budget=budget,
+                segment_bytes=memory.segment,
+                observer=observer,
+                stop=stop,
+            )
         verdict.differences = compare_pairs(
             pairs,
             lambda: Assembler(CheckedSource(with_source, reference.chunk_sums), reference.files, encoding),
@@ -211,8 +263,13 @@ def _opened(out: str | os.PathLike[str], max_mem: int) -> tuple[Catalog, bool]:
     return beside(model, adapter), True
 
 
-def _named(
-    model: Catalog, reference: Catalog, base_model: str | None, lora: LoraChoice, verdict: Verdict
+def _named(  # noqa: PLR0917 - both sides and the choices
+    model: Catalog,
+    reference: Catalog,
+    base_model: str | None,
+    lora: LoraChoice,
+    verdict: Verdict,
+    scheme: Scheme | None,
 ) -> Named | None:
     """What a merge of the reference would write, in the layout that the model has; None for a plain model."""
     if reference.format == "hugging_face" and not holds_lora(reference):
@@ -232,7 +289,7 @@ def _named(
             if named is None and layout == layouts[-1]:
                 raise
             continue
-        if {n for n in model.tensors if not n.startswith(PREFIX)} <= named.parameters.keys():
+        if {n for n in model.tensors if not n.startswith(PREFIX)} - scales_of(scheme, model) <= named.parameters.keys():
             if layout == "as-is":
                 verdict.notes.append("the model has the trainer's names (--layout as-is)")
             break
@@ -283,9 +340,13 @@ def _model_info(model: Catalog, reference: Catalog, base_model: str | None, *, o
     return ModelInfo(None)
 
 
-def _pairs(model: Catalog, reference: Catalog, wanted: dict[str, Resolved], verdict: Verdict) -> list[Pair]:
+def _pairs(
+    model: Catalog, reference: Catalog, wanted: dict[str, Resolved], verdict: Verdict, quantized: set[str]
+) -> list[Pair]:
+    """Tensors that must be equal; those of `quantized` are compared in another way."""
+    wanted = {name: want for name, want in wanted.items() if name not in quantized}
     verdict.missing = [name for name in wanted if name not in model.tensors]
-    verdict.extra = [name for name in model.tensors if name not in wanted]
+    verdict.extra = [name for name in model.tensors if name not in wanted and name not in quantized]
     pairs = []
     for name, want in wanted.items():
         tensor = model.tensors.get(name)
@@ -300,59 +361,14 @@ def _pairs(model: Catalog, reference: Catalog, wanted: dict[str, Resolved], verd
             verdict.mismatched[name] = f"type {target}, wanted {source}"
         else:
             verdict.cast += source != target
-            pairs.append(_pair(ParameterPlan(name, tensor.shape, want.source, target, 0, 0), tensor))
+            pairs.append(pair_of(ParameterPlan(name, tensor.shape, want.source, target, 0, 0), tensor))
     return pairs
 
 
-def _pair(wanted: ParameterPlan, tensor: TensorRef) -> Pair:
+def pair_of(wanted: ParameterPlan, tensor: TensorRef) -> Pair:
     """The wanted parameter beside the model's tensor, which is one row-major run of its file."""
     whole = Box.whole(wanted.source.view)
     rows = [(whole, file, offset) for _, file, offset in map(tensor.shards.row, range(len(tensor.shards)))]
     take = ResolvedTake(ShardTable.of(rows, len(wanted.source.view)), whole, whole)
     got = Assembly(wanted.source.view, tensor.dtype, (take,))
     return Pair(wanted.name, wanted, ParameterPlan(wanted.name, tensor.shape, got, tensor.dtype, 0, 0))
-
-
-def compare_with_plan(  # noqa: PLR0917 - the means of a comparison
-    plan: Plan,
-    model_dir: str,
-    encoding: Encoding,
-    budget: MemoryBudget,
-    segment_bytes: int,
-    observer: Observer,
-    stop: StopFlag,
-    io: IoName = "auto",
-) -> None:
-    """Read the whole staged output and the source again; VerificationError when a value differs."""
-    tree = LocalTree.of([model_dir])
-    files: list[SourceFile] = []
-    pairs: list[Pair] = []
-    for number, output in enumerate(plan.outputs):
-        entry = tree.entry(output.name)
-        files.append(SourceFile(entry.path, output.name, entry.nbytes, entry.mtime_ns))
-        header = read_header(tree, output.name)
-        for p in (plan.parameters[k] for k in output.parameters):
-            stored = header.tensors[p.name]
-            rows = ShardTable.of([(Box.whole(stored.shape), number, stored.offset)], len(stored.shape))
-            pairs.append(_pair(p, TensorRef(p.name, stored.dtype, stored.shape, rows)))
-    files_below = LocalSource(io, window_bytes=segment_bytes)
-    source = CheckedSource(files_below, plan.chunk_sums)
-    observer(Phase("verifying", sum(p.nbytes for p in plan.parameters)))
-    try:
-        differences = compare_pairs(
-            pairs,
-            lambda: Assembler(source, plan.files, encoding),
-            lambda: Assembler(source, files, encoding),
-            budget=budget,
-            segment_bytes=segment_bytes,
-            observer=observer,
-            stop=stop,
-        )
-    finally:
-        source.close()
-    if differences:
-        text = "; ".join(str(d) for d in differences[:_SHOWN])
-        msg = f"values of {counted(len(differences), 'tensor')} of the written model differ from the source: {text}"
-        raise VerificationError(
-            msg, hint="run again with --restart; if it stays, memory or disk is faulty, or it is a bug"
-        )

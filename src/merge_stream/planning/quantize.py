@@ -1,0 +1,166 @@
+"""Which weights are written quantized, and which modules must be named as plain.
+
+Quantized are the linear layers of the language model's blocks, by an allow-list of names: whatever else there is
+(embeddings, head, norms, routers, convolutions, state-space layers, vision and audio towers) stays plain, and each
+module of it is named in full, since loaders match such lists in different ways (transformers 5.24, vLLM 0.33, SGLang
+0.5.23, compressed-tensors 0.20). Layers that engines fuse, and all experts of a block, are quantized together or
+not at all.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from merge_stream.architectures.families import AUDIO_AND_VISION
+from merge_stream.errors import UnsupportedError, UsageError
+from merge_stream.tensors.dtype import DType
+from merge_stream.units import counted
+
+__all__ = ["FUSED", "QuantizedWeights", "choose_weights", "is_linear"]
+
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+"""Layers of one module that vLLM and SGLang make one layer of."""
+_LINEAR = frozenset(
+    {*(name for group in FUSED for name in group), "o_proj", "down_proj", "w2", "q_b_proj", "kv_b_proj"}
+    | {"qkv_proj", "gate_up_proj"}
+)
+_BLOCK = re.compile(r"(^|\.)layers\.\d+\.")
+_EXPERT = re.compile(r"(?P<all>.+\.experts)\.\d+\.")
+_EMBEDDING = re.compile(r"(?P<model>.*?)(model\.)?embed_tokens\.weight")
+_HEAD = "lm_head"
+_SUFFIX = ".weight"
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeights:
+    """The `names` that are written in `scheme` ("" for none), the modules that stay plain, and remarks about them."""
+
+    scheme: str = ""
+    names: frozenset[str] = frozenset()
+    left_plain: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def is_linear(name: str) -> bool:
+    """True for the weight of a linear layer in a block of a language model, by its name."""
+    parts = name.split(".")
+    known = len(parts) > 1 and parts[-1] == "weight" and parts[-2] in _LINEAR
+    return known and not _in_tower(name) and "encoder" not in parts and _BLOCK.search(name) is not None
+
+
+def choose_weights(
+    scheme: str,
+    tensors: Mapping[str, tuple[tuple[int, ...], DType]],
+    *,
+    ignore: Sequence[str] = (),
+) -> QuantizedWeights:
+    """Choose among the tensors of the model (name -> shape, source type); `ignore` are globs of what stays plain.
+
+    UnsupportedError when the model is quantized already, has stacked experts or no known linear layer;
+    UsageError when a glob fits nothing.
+    """
+    _refuse_quantized(tensors)
+    _refuse_stacked(scheme, tensors)
+    able = {name for name, (shape, dtype) in tensors.items() if _able(name, shape, dtype)}
+    if not able:
+        msg = f"--quantize {scheme}: none of {counted(len(tensors), 'tensor')} is a linear layer of a known name"
+        hint = (
+            "known are q_proj, k_proj, gate_proj and their like in `layers.N`; without --quantize the model is merged"
+        )
+        raise UnsupportedError(msg, hint=hint)
+    plain = _ignored(able, ignore)
+    with_others: list[str] = []
+    together: dict[str, set[str]] = defaultdict(set)
+    for name in able:
+        together[_group(name)].add(name)
+    for group in together.values():
+        asked = group & plain
+        if asked and asked != group:
+            with_others += group - asked
+            plain |= group
+    names = frozenset(able - plain)
+    if not names:
+        msg = f"--quantize {scheme}: nothing is left to quantize"
+        raise UsageError(msg, hint="--quantize-ignore names everything; leave it out, or leave --quantize out")
+    left = sorted({*_modules(tensors, names), *_heads(list(tensors))})
+    size = sum(math.prod(tensors[name][0]) for name in names)
+    share = size / max(sum(math.prod(shape) for shape, _ in tensors.values()), 1)
+    count = counted(len(names), "weight is", "weights are")
+    notes = [f"{count} written as {scheme} ({share:.0%} of all elements); the others stay plain"]
+    if with_others:
+        count = counted(len(with_others), "more weight stays", "more weights stay")
+        text = f"{count} plain, since engines make one layer of them and what --quantize-ignore names"
+        notes.append(f"{text}: {', '.join(sorted(with_others)[:_SHOWN])}{' ...' * (len(with_others) > _SHOWN)}")
+    return QuantizedWeights(scheme, names, tuple(left), tuple(notes))
+
+
+def _able(name: str, shape: tuple[int, ...], dtype: DType) -> bool:
+    return is_linear(name) and len(shape) == 2 and math.prod(shape) > 0 and dtype.kind == "float"
+
+
+def _refuse_quantized(tensors: Mapping[str, tuple[tuple[int, ...], DType]]) -> None:
+    for name, (_, dtype) in tensors.items():
+        if dtype.kind == "quantized" or name.endswith(("_scale", "_scale_inv", "_packed", ".qweight", "_blocks")):
+            msg = f"the model is quantized already: {name} is {dtype}"
+            raise UnsupportedError(msg, hint="quantize the model that it was made from")
+
+
+def _refuse_stacked(scheme: str, tensors: Mapping[str, tuple[tuple[int, ...], DType]]) -> None:
+    for name, (shape, _) in tensors.items():
+        if len(shape) == 3 and _BLOCK.search(name) and "conv" not in name and not _in_tower(name):
+            msg = f"--quantize {scheme}: {name} {list(shape)} holds the experts of a block in one tensor"
+            hint = "loaders look for scales of each expert and would misread it; merge it without --quantize"
+            raise UnsupportedError(msg, hint=hint)
+
+
+def _in_tower(name: str) -> bool:
+    return any(
+        AUDIO_AND_VISION.fullmatch(part) and part not in {"language_model", "thinker"} for part in name.split(".")
+    )
+
+
+def _ignored(able: set[str], patterns: Sequence[str]) -> set[str]:
+    plain: set[str] = set()
+    for pattern in patterns:
+        met = {n for n in able if fnmatchcase(n, pattern) or fnmatchcase(n.removesuffix(_SUFFIX), pattern)}
+        if not met:
+            msg = f"--quantize-ignore {pattern} fits none of {counted(len(able), 'weight')} that would be quantized"
+            raise UsageError(msg, hint=f"give the name of a module, or a glob for several; one of them is {min(able)}")
+        plain |= met
+    return plain
+
+
+def _group(name: str) -> str:
+    """What is quantized together with `name`: all experts of a block, or the layers that engines fuse."""
+    expert = _EXPERT.match(name)
+    if expert:
+        return expert["all"]
+    module, last, _ = name.rsplit(".", 2)
+    return next((f"{module}.{group[0]}" for group in FUSED if last in group), name)
+
+
+def _modules(tensors: Mapping[str, tuple[tuple[int, ...], DType]], quantized: frozenset[str]) -> list[str]:
+    """Modules with a weight of two dims or more that stays plain."""
+    return [
+        name.removesuffix(_SUFFIX)
+        for name, (shape, _) in tensors.items()
+        if name.endswith(_SUFFIX) and len(shape) > 1 and name not in quantized
+    ]
+
+
+def _heads(names: Sequence[str]) -> list[str]:
+    """The output head, which is a linear layer for a loader even where it is tied and not stored."""
+    heads = [name.removesuffix(_SUFFIX) for name in names if name.endswith(f"{_HEAD}{_SUFFIX}")]
+    found = (_EMBEDDING.fullmatch(name) for name in names)
+    return [*heads, _HEAD, *(f"{m['model']}{_HEAD}" for m in found if m)]
