@@ -3,8 +3,8 @@
     python -m bench.quantize [--repeat 7]
 
 Beside each scheme stand the same formula in torch and, where it is installed, compressed-tensors itself, one thread
-each, on the same values. All run in turn, so that noise meets all alike. Two shapes, because it matters to torch whether a
-weight fits the CPU's caches: median, smallest and largest of the runs.
+each, on the same values. All run in turn, so that noise meets all alike. Two shapes, because to torch it matters
+whether a weight fits the caches of the CPU: median, smallest and largest of the runs.
 """
 
 from __future__ import annotations
