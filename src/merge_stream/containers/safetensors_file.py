@@ -170,7 +170,7 @@ def _parsed(text: bytes, where: str) -> dict[str, object]:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"{twice[:200]!r} stands there twice")
     return result
 
