@@ -11,7 +11,7 @@ from merge_stream.tensors.ref import ShardTable, TensorRef
 __all__ = ["first_rows", "moved", "rows_of", "stacked"]
 
 
-def moved(table: ShardTable, by: Sequence[int]) -> ShardTable:
+def moved(table: ShardTable, by: Sequence[int] | np.ndarray) -> ShardTable:
     """The same shards, `by` further along each dim."""
     shift = np.array(by, dtype=np.int64)
     return ShardTable(table.start + shift, table.stop + shift, table.file, table.offset)
