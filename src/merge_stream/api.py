@@ -99,7 +99,7 @@ def execute(
         out, overwrite=job.options.overwrite, inputs=(*inputs, job.catalog.root, *job.catalog.config_dirs)
     )
     preflight(job, place)
-    memory = memory_for(job.options, job.named, least_segment=job.least_segment)
+    memory = memory_for(job.options, job.named, least_segment=job.least_segment, columns=job.columns)
     for text in remarks_on_memory_files(place, job.plan, memory):
         job.warnings.append(text)
         observer(Warned(text))

@@ -17,6 +17,7 @@ from merge_stream.architectures.lora import is_adapter_alone
 from merge_stream.architectures.precision import names_kept_wide
 from merge_stream.architectures.ties import absent_head
 from merge_stream.base_weights import refuse_without_base, with_base_weights
+from merge_stream.encodings.base import temporaries
 from merge_stream.encodings.cast import Cast, encoding_for
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.checked_source import CheckedSource
@@ -38,7 +39,7 @@ from merge_stream.planning.planner import Resolved
 from merge_stream.planning.planner import make_plan as place_parameters
 from merge_stream.planning.quantize import QuantizedWeights, choose_weights
 from merge_stream.planning.resolve import check_shards, resolve
-from merge_stream.planning.segments import largest_band
+from merge_stream.planning.segments import largest_band, most_columns
 from merge_stream.planning.store_layout import in_bands
 from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.local import LocalSource
@@ -69,6 +70,8 @@ class Job:
     """What `--check-crc` found; None without it."""
     least_segment: int = 0
     """Bytes that a segment must hold: the largest band."""
+    columns: int = 0
+    """Elements in the longest row that is quantized; 0 without --quantize."""
 
 
 def make_plan(
@@ -159,10 +162,12 @@ def make_plan(
         probe_nbytes=prober.read_nbytes,
     )
     del budget
-    least = largest_band(plan)
-    memory = memory_for(options, named, least_segment=least)
+    least, columns = largest_band(plan), most_columns(plan)
+    memory = memory_for(options, named, least_segment=least, columns=columns)
     warnings += [text for text in (_hub_remark(plan),) if text]
-    return Job(catalog, folder, named, in_bands(plan, catalog), options, encoding, memory, warnings, checksums, least)
+    return Job(
+        catalog, folder, named, in_bands(plan, catalog), options, encoding, memory, warnings, checksums, least, columns
+    )
 
 
 def _quantized(catalog: Catalog, named: Named, options: MergeOptions) -> QuantizedWeights:
@@ -202,7 +207,7 @@ def _read_narrow(catalog: Catalog, named: Named, encoding: Cast, wide: frozenset
     return resolved
 
 
-def memory_for(options: MergeOptions, named: Named, *, least_segment: int = 0) -> MemoryPlan:
+def memory_for(options: MergeOptions, named: Named, *, least_segment: int = 0, columns: int = 0) -> MemoryPlan:
     """The bound of the run itself, once everything is planned."""
     return plan_memory(
         options.max_mem,
@@ -211,6 +216,7 @@ def memory_for(options: MergeOptions, named: Named, *, least_segment: int = 0) -
         fold=fold_bytes(named.folds),
         ahead=_ahead(options, named),
         least_segment=least_segment,
+        beside=temporaries(columns, compared=options.verify) if columns else 0,
         io=options.io,
         bound=options.max_mem_origin,
     )

@@ -16,7 +16,10 @@ from merge_stream.tensors.dtype import DType
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Encoding", "Part", "Scheme", "scheme_named", "schemes"]
+__all__ = ["BLOCK", "Encoding", "Part", "Scheme", "scheme_named", "schemes", "temporaries"]
+
+BLOCK = 32 << 10
+"""Elements that a scheme works on at a time (or one row, where that has more)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Scheme(Protocol):
     2. `encode(values, outs)` for each tile, from several threads at once. A tile is a multiple of `rows` rows (or the
        last ones), 2-D, of the source's type; `outs` are flat uint8 arrays, one for each part. Returns how many
        values are NaN or infinite: such a weight has no quantized form, and the merge is refused.
+       Besides `outs` it takes no more memory than `temporaries` tells.
     3. `settings(ignored)` when config.json is written.
     """
 
@@ -91,6 +95,14 @@ class Scheme(Protocol):
 def schemes() -> tuple[Scheme, ...]:
     """All quantized forms there are."""
     return members_of("encodings")
+
+
+def temporaries(columns: int, *, compared: bool) -> int:
+    """Bytes that numpy takes beside the lease of a worker for rows of that many columns, measured and rounded up.
+
+    `compared`: codes are decoded too, and their errors taken in float64.
+    """
+    return max(BLOCK, columns) * (160 if compared else 64) + (512 << 10)
 
 
 def scheme_named(name: str) -> Scheme:

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from merge_stream.encodings._e4m3 import LARGEST, decode_e4m3, encode_e4m3
-from merge_stream.encodings.base import Part
+from merge_stream.encodings.base import BLOCK, Part
 from merge_stream.tensors.dtype import F8_E4M3, F32
 
 __all__ = ["MEMBER"]
 
-_BLOCK = 64 << 10
 _EPSILON = np.finfo(np.float32).eps
 _EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 
@@ -40,7 +39,7 @@ class Fp8Dynamic:
         """Fill codes and scales of whole rows; returns how many values are NaN or infinite."""
         codes, scales = outs[0].reshape(values.shape), outs[1].view(np.float32)
         columns = values.shape[1]
-        step = max(_BLOCK // columns, 1)
+        step = max(BLOCK // columns, 1)
         wide, scratch = np.empty((step, columns), np.float32), np.empty((step, columns), np.uint32)
         bad = 0
         with np.errstate(all="ignore"):

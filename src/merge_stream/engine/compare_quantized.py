@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from merge_stream.encodings.base import Scheme, scheme_named
+from merge_stream.encodings.base import BLOCK, Scheme, scheme_named
 from merge_stream.engine.assembler import Assembler
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.events import Observer, Progress
@@ -23,8 +23,6 @@ from merge_stream.planning.segments import Segment, segments_of
 from merge_stream.storage.base import ByteSource
 
 __all__ = ["QuantizationError", "compare_quantized"]
-
-_BLOCK = 64 << 10
 
 
 @dataclass(slots=True)
@@ -97,7 +95,7 @@ def compare_quantized(
 def _measure(scheme: Scheme, read: Sequence[np.ndarray], values: np.ndarray, into: QuantizationError) -> None:
     """Add the errors of one tile, in blocks of whole bands."""
     rows, columns = values.shape
-    step = max(_BLOCK // columns // scheme.rows, 1) * scheme.rows
+    step = max(BLOCK // columns // scheme.rows, 1) * scheme.rows
     count = -(-rows // scheme.rows)
     with np.errstate(all="ignore"):
         for low in range(0, rows, step):

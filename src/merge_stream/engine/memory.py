@@ -5,7 +5,7 @@ projection is made before the run:
 
     projected = max(peak so far, resident now + workers * (slab + window) + headroom + ahead)
 
-`window` is what a worker may have mapped of a source file (`--io mmap`; else nothing).
+`window` is what a worker may have mapped of a source file (`--io mmap`), and what quantization takes beside the slab.
 `ahead` is what metadata will still take: each tensor costs when its place is planned, when
 the written headers are read back, and when a whole model is opened for a comparison. Where the
 address space is limited (`ulimit -v`), slabs, windows and the stacks of threads must fit in that too.
@@ -71,12 +71,13 @@ def plan_memory(
     io: IoName = "auto",
     bound: str = "--max-mem",
     least_segment: int = 0,
+    beside: int = 0,
 ) -> MemoryPlan:
     """Fit workers and segments in `allowed` bytes; MemoryLimitTooSmallError names the smallest value that works.
 
     `fold` is what folding a LoRA takes beside the tile (`engine.fold.fold_bytes`): more than the least
     only where room is left. `ahead` is what metadata will still take (see `metadata_ahead`).
-    Segments hold at least `least_segment` bytes.
+    Segments hold at least `least_segment` bytes; `beside` is what numpy takes for each worker beside its slab.
     With `io` "mmap" each worker maps a window of a segment's size beside its slab. `bound` says in words
     where `allowed` comes from.
     """
@@ -91,13 +92,13 @@ def plan_memory(
             if count == 1 and segment > segments[max(len(segments) - 2, 0)] and wanted > 1:
                 continue  # two workers with smaller segments overlap reading and writing; one cannot
             slab = slab_bytes(segment, compare=compare, fold_bytes=fold.least)
-            window = window_room(segment) if io == "mmap" else 0
+            window = beside + (window_room(segment) if io == "mmap" else 0)
             mapped = _HEADROOM + ahead + count * (slab + window + _STACK) + _OTHER_THREADS * _STACK
             if max(peak, fixed + count * (slab + window)) <= allowed and (room is None or mapped <= room):
                 slab += min(fold.most - fold.least, (allowed - fixed) // count - slab - window)
                 projected = max(peak, fixed + count * (slab + window))
                 return MemoryPlan(count, segment, slab, reserved, projected, allowed, bound)
-    window = window_room(segments[-1]) if io == "mmap" else 0
+    window = beside + (window_room(segments[-1]) if io == "mmap" else 0)
     slab = slab_bytes(segments[-1], compare=compare, fold_bytes=fold.least)
     least = max(peak, fixed + slab + window)
     mapped = _HEADROOM + ahead + slab + window + (1 + _OTHER_THREADS) * _STACK

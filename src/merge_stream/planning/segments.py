@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from merge_stream.planning.plan import OutputFile, ParameterPlan, Plan
 from merge_stream.tensors.box import Box, boxes_of_range
 
-__all__ = ["Segment", "Span", "Tile", "largest_band", "segments_of", "tiles_of"]
+__all__ = ["Segment", "Span", "Tile", "largest_band", "most_columns", "segments_of", "tiles_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,11 @@ def largest_band(plan: Plan) -> int:
     """Source bytes of the largest band of a quantized parameter: a segment must hold it."""
     banded = [(p, p.bands) for p in plan.parameters if p.quantized is not None]
     return max((min(b.band, p.size) * p.source.dtype.itemsize for p, b in banded if b is not None), default=0)
+
+
+def most_columns(plan: Plan) -> int:
+    """Elements in the longest row of a quantized parameter; 0 when there is none."""
+    return max((p.shape[1] for p in plan.parameters if p.quantized is not None), default=0)
 
 
 def _quantized(plan: Plan, index: int, segment_bytes: int) -> Iterator[Segment]:

@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from merge_stream.encodings.base import Scheme, schemes
+from merge_stream.encodings.base import Scheme, schemes, temporaries
 from merge_stream.planning.plan import OutputFile, ParameterPlan, Plan
 from merge_stream.planning.planner import Resolved, joined
 from merge_stream.tensors.ref import Catalog, TensorRef
 
-__all__ = ["band_nbytes", "quantized_plan", "scales_of", "scheme_of_folder"]
+__all__ = ["band_nbytes", "quantized_plan", "room_beside", "scales_of", "scheme_of_folder"]
 
 
 def scheme_of_folder(out: str | os.PathLike[str]) -> Scheme | None:
@@ -43,6 +43,12 @@ def band_nbytes(scheme: Scheme | None, model: Catalog, reference: Catalog) -> in
     width = max((t.dtype.itemsize for t in reference.tensors.values() if t.dtype.kind == "float"), default=0)
     weights = [t for t in model.tensors.values() if t.dtype.kind == "quantized" and len(t.shape) == 2]
     return max((min(scheme.rows, t.shape[0]) * t.shape[1] * width for t in weights), default=0)
+
+
+def room_beside(scheme: Scheme | None, model: Catalog) -> int:
+    """Bytes that comparing the longest quantized row takes beside a worker's slab."""
+    rows = [t.shape[1] for t in model.tensors.values() if t.dtype.kind == "quantized" and len(t.shape) == 2]
+    return temporaries(max(rows), compared=True) if scheme is not None and rows else 0
 
 
 def quantized_plan(scheme: Scheme, model: Catalog, reference: Catalog, wanted: Mapping[str, Resolved]) -> Plan:

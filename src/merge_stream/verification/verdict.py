@@ -44,7 +44,7 @@ from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import identity
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 from merge_stream.units import counted
-from merge_stream.verification.quantized import band_nbytes, quantized_plan, scales_of, scheme_of_folder
+from merge_stream.verification.quantized import band_nbytes, quantized_plan, room_beside, scales_of, scheme_of_folder
 
 __all__ = ["Verdict", "pair_of", "verify"]
 
@@ -198,6 +198,7 @@ def verify(
         io=io,
         bound=max_mem_origin,
         least_segment=band_nbytes(scheme, model, reference),
+        beside=room_beside(scheme, model),
     )
     budget = MemoryBudget(slots=memory.workers, slab_bytes=memory.slab)
     encoding = Cast("keep")

@@ -1,0 +1,55 @@
+"""What quantization takes beside a lease is told to the projection: `--max-mem` holds with any number of workers."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from merge_stream import api
+from merge_stream.encodings.base import Scheme, schemes, temporaries
+from merge_stream.engine.compare_quantized import QuantizationError, _measure
+from merge_stream.engine.memory import plan_memory
+from merge_stream.options import MergeOptions
+from tests.folder.models import checkpoint, llama, llama_config
+
+SHAPES = [(4000, 64), (300, 4096), (3, 200_000)]
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """Bytes that a second run allocates at its peak (the first one makes tables)."""
+    run()
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("scheme", schemes(), ids=lambda scheme: scheme.name)
+def test_no_scheme_takes_more_than_is_told(scheme: Scheme, shape: tuple[int, int], dtype: type[np.generic]) -> None:
+    values = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+    outs = [np.empty(int(np.prod(p.shape)) * p.dtype.itemsize, np.uint8) for p in scheme.parts("w", shape)]
+    assert peak_of(lambda: scheme.encode(values, outs)) <= temporaries(shape[1], compared=False)
+    error = QuantizationError("w", values.size)
+    assert peak_of(lambda: _measure(scheme, outs, values, error)) <= temporaries(shape[1], compared=True)
+
+
+def test_the_projection_counts_it_for_each_worker() -> None:
+    plain = plan_memory(2_000_000_000, workers=5)
+    more = plan_memory(2_000_000_000, workers=5, beside=3_000_000)
+    assert more.projected - more.reserved - (plain.projected - plain.reserved) == pytest.approx(15e6, abs=2e6)
+
+
+def test_a_merge_projects_more_with_quantization(tmp_path: Path) -> None:
+    catalog = api.open_checkpoint([checkpoint(tmp_path / "ckpt", llama(), llama_config())])
+    job = api.make_plan(catalog, MergeOptions(quantize="fp8-dynamic", verify=True))
+    assert job.columns == 16
+    room = job.memory.projected - job.memory.reserved - job.memory.workers * job.memory.slab
+    assert room >= job.memory.workers * temporaries(16, compared=True)
