@@ -69,6 +69,17 @@ def test_every_code_is_that_of_torch(lower: int) -> None:
     assert np.isnan(decode_e4m3(codes[nan])).all()
 
 
+def test_case_123_values_out_of_range_saturate() -> None:
+    """Where ml_dtypes makes NaN of 465, and versions of torch differ. (Of a weight, inf and NaN are refused.)"""
+    values = np.array([447, 448, 464, 465, 480, 1e4, np.inf, -np.inf, np.nan, -0.0, 2.0**-9, 2.0**-10, 1e-40], "f4")
+    codes = np.empty(len(values), np.uint8)
+    encode_e4m3(values.copy(), np.empty(len(values), np.uint32), codes)
+    found = decode_e4m3(codes)
+    wanted = [448, 448, 448, 448, 448, 448, 448, -448, np.nan, 0, 2.0**-9, 0, 0]
+    assert np.array_equal(found, np.array(wanted, "f4"), equal_nan=True)
+    assert np.signbit(found[9])
+
+
 def test_every_code_decodes_as_in_torch() -> None:
     codes = np.arange(256, dtype=np.uint8)
     wanted = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
