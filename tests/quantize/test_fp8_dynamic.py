@@ -70,7 +70,7 @@ def test_every_code_is_that_of_torch(lower: int) -> None:
 
 
 def test_case_123_values_out_of_range_saturate() -> None:
-    """Where ml_dtypes makes NaN of 465, and versions of torch differ. (Of a weight, inf and NaN are refused.)"""
+    """Where ml_dtypes makes NaN of 465, and versions of torch differ; a weight with inf or NaN is refused."""
     values = np.array([447, 448, 464, 465, 480, 1e4, np.inf, -np.inf, np.nan, -0.0, 2.0**-9, 2.0**-10, 1e-40], "f4")
     codes = np.empty(len(values), np.uint8)
     encode_e4m3(values.copy(), np.empty(len(values), np.uint32), codes)
