@@ -35,6 +35,7 @@ __all__ = ["Harness", "Outcome", "make_checkpoint"]
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
+SMALL = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up")
 SECONDS = 120
 MOST_REDONE = 0.05
 SETTINGS = (
@@ -68,7 +69,10 @@ def make_checkpoint(folder: pathlib.Path, megabytes: int) -> pathlib.Path:
         name, dim = f"model.layers.{layer}.mlp.down_proj.weight", layer % 2
         tensors[name] = Spread(tensor(layer, rows + layer), [Shard(dim)])
         norm = values[layer * 1000 : layer * 1000 + columns].clone()
-        tensors[f"model.layers.{layer}.input_layernorm.weight"] = Spread(norm, [Shard(0)])
+        for part in ("input", "post_attention"):
+            tensors[f"model.layers.{layer}.{part}_layernorm.weight"] = Spread(norm, [Shard(0)])
+        for number, part in enumerate(SMALL):
+            tensors[f"model.layers.{layer}.{part}_proj.weight"] = Spread(tensor(50 + number, 16), [Shard(0)])
     return write_ranks(folder, (4,), tensors, config=CONFIG)
 
 
