@@ -124,7 +124,7 @@ def _beside(folder: Path, config: Mapping[str, Any] | None, files: Mapping[str, 
 
 def merge(source: Path, out: Path, *options: str) -> int:
     """Run a merge in this process; its exit code."""
-    return cli.run(["merge", str(source), str(out), "--max-mem", "1G", *options])
+    return cli.run(["merge", str(source), str(out), "--max-mem", "6G", *options])
 
 
 def run_tool(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -42,6 +42,7 @@ _LAYER = re.compile(
 )
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 _EXPERT = re.compile(r"(?P<stem>(?:.*\.)?experts\.)(?P<number>\d+)\.(?P<rest>.+)")
+_WIDTHS = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 _ALL_SHARDS = "pass the folder that holds all shards (all ranks, all pipeline stages)"
 _NO_CONFIG = "correct config.json, or write the weights alone with `--no-config`"
 _OTHER_MODEL = f"the config belongs to another model: {_NO_CONFIG}"
@@ -90,6 +91,7 @@ def check_structure(shapes: Mapping[str, Ints], model: ModelInfo) -> tuple[str, 
     _check_output_head(shapes, model)
     if not any("lora_" in name for name in shapes):  # an adapter holds parts only
         _check_experts(shapes, model)
+        _check_expert_width(shapes, model)
         if model.model_type in LLAMA_LIKE:
             _check_ends(shapes)
             _check_parts(shapes, model)
@@ -235,6 +237,21 @@ def _check_parts(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
                 what = "length" if len(shape) == 1 else ("rows", "columns")[dim]
                 msg = f"{name} is {list(shape)}, but {_where(model)} says {sizes[key]} {what} ({_MEANING[key]})"
                 raise CheckpointError(msg, hint=f"a tensor-parallel part saved as a whole, or {_OTHER_MODEL}")
+
+
+def _check_expert_width(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
+    """Routed experts are as wide as the config says; half of it is a tensor-parallel part."""
+    config = model.config or {}
+    wanted = text_value(config, "moe_intermediate_size")
+    if wanted is None or "quantization_config" in config:
+        return
+    for name, shape in shapes.items():
+        match = _EXPERT.fullmatch(name)
+        dim = _WIDTHS.get(match["rest"]) if match else None
+        if dim is not None and len(shape) == 2 and shape[dim] != wanted:
+            what = ("rows", "columns")[dim]
+            msg = f"{name} is {list(shape)}, but {_where(model)} says {wanted} {what} (moe_intermediate_size)"
+            raise CheckpointError(msg, hint=f"a tensor-parallel part saved as a whole, or {_OTHER_MODEL}")
 
 
 def _hidden(model: ModelInfo) -> int | None:

@@ -208,7 +208,7 @@ def _stage(
 ) -> Iterator[tuple[str, TensorRef]]:
     experts = max(expert for _, expert in here) + 1
     ranks = max(tensor for tensor, _ in here) + 1
-    full = len(here) == experts * ranks
+    cut = len(here) == experts * ranks and arguments.get("expert_tensor_parallel_size") != 1  # else copies
     shared: dict[str, dict[int, TensorRef]] = {}
     own: dict[str, dict[int, dict[int, TensorRef]]] = {}
     for (tensor, expert), part in here.items():
@@ -217,9 +217,9 @@ def _stage(
             if match := _EXPERT.fullmatch(name):
                 number = expert * local + int(match["e"] or match["e2"])
                 head, tail = match["head"] or match["head2"], match["tail"] or match["tail2"]
-                own.setdefault(f"{head}{number}{tail}", {}).setdefault(0, {})[tensor if full else 0] = ref
+                own.setdefault(f"{head}{number}{tail}", {}).setdefault(0, {})[tensor if cut else 0] = ref
             elif ".mlp.experts.weight" in name:
-                own.setdefault(name, {}).setdefault(expert, {})[tensor if full else 0] = ref
+                own.setdefault(name, {}).setdefault(expert, {})[tensor if cut else 0] = ref
             else:
                 shared.setdefault(name, {}).setdefault(tensor, ref)
     for name, parts in shared.items():
