@@ -27,7 +27,7 @@ __all__ = ["MEMBER", "NAMING", "Megatron", "megatron_families"]
 
 NAMING = "megatron"
 _OURS = re.compile(r"(decoder|embedding|output_layer|mtp|vision_model|language_model)\..*")
-_TRIED = frozenset("llama qwen2 qwen3 mixtral qwen2_moe qwen3_moe deepseek_v3 gpt2".split())
+_TRIED = frozenset(["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt2"])
 _HINT = (
     "docs/adding.md tells how a family is added; --rules FILE.toml takes a table of yours, --layout as-is writes "
     "the tensors under Megatron's names"

@@ -16,8 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable
@@ -28,7 +26,7 @@ from merge_stream.formats._zero_masters import flat_masters
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.ref import ShardTable, TensorRef
-from merge_stream.tensors.tables import moved, rows_of, stacked
+from merge_stream.tensors.tables import deeper, moved, rows_of, stacked
 
 __all__ = ["add_experts", "fuse_autoep"]
 
@@ -247,11 +245,5 @@ def _stack_files(weights: dict[str, TensorRef]) -> None:
         if sorted(experts) != list(range(len(refs))) or any(ref.shape != first.shape for ref in refs):
             msg = f"the experts of {name} are {sorted(experts)[:16]}, of {len({ref.shape for ref in refs})} shapes"
             raise IncompleteShardsError(msg, hint=_COPY)
-        rows = stacked([_with_lead(ref.shards, k) for k, ref in enumerate(refs)], len(first.shape) + 1)
+        rows = stacked([deeper(ref.shards, k) for k, ref in enumerate(refs)], len(first.shape) + 1)
         weights[name] = TensorRef(name, first.dtype, (len(refs), *first.shape), rows)
-
-
-def _with_lead(table: ShardTable, index: int) -> ShardTable:
-    """The same shards one dim deeper, at `index` of the new leading dim."""
-    lead = np.full((len(table), 1), index, dtype=np.int64)
-    return ShardTable(np.hstack([lead, table.start]), np.hstack([lead + 1, table.stop]), table.file, table.offset)

@@ -20,11 +20,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.tensors.ref import ShardTable, TensorRef
-from merge_stream.tensors.tables import moved, rows_of, stacked
+from merge_stream.tensors.tables import deeper, moved, rows_of, stacked
 
 __all__ = ["Canonical", "canonical", "is_megatron_name", "noise_of"]
 
@@ -211,12 +209,6 @@ def _stack(name: str, parts: list[TensorRef]) -> TensorRef:
     shape = (len(parts), *first.shape)
     replicas = stacked(copies, len(shape)) if copies else None
     return TensorRef(name, first.dtype, shape, stacked(tables, len(shape)), replicas, first.stored)
-
-
-def deeper(table: ShardTable, index: int) -> ShardTable:
-    """The same shards one dim deeper, at `index` of the new leading dim."""
-    lead = np.full((len(table), 1), index, dtype=np.int64)
-    return ShardTable(np.hstack([lead, table.start]), np.hstack([lead + 1, table.stop]), table.file, table.offset)
 
 
 def _paired_layers(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, TensorRef]:

@@ -8,13 +8,19 @@ import numpy as np
 
 from merge_stream.tensors.ref import ShardTable, TensorRef
 
-__all__ = ["first_rows", "moved", "rows_of", "stacked"]
+__all__ = ["deeper", "first_rows", "moved", "rows_of", "stacked"]
 
 
 def moved(table: ShardTable, by: Sequence[int] | np.ndarray) -> ShardTable:
     """The same shards, `by` further along each dim."""
     shift = np.array(by, dtype=np.int64)
     return ShardTable(table.start + shift, table.stop + shift, table.file, table.offset)
+
+
+def deeper(table: ShardTable, index: int) -> ShardTable:
+    """The same shards one dim deeper, at `index` of the new leading dim."""
+    lead = np.full((len(table), 1), index, dtype=np.int64)
+    return ShardTable(np.hstack([lead, table.start]), np.hstack([lead + 1, table.stop]), table.file, table.offset)
 
 
 def rows_of(table: ShardTable, start: int, stop: int, itemsize: int) -> ShardTable:
