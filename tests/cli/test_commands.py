@@ -98,7 +98,7 @@ class TestWords:
         [
             "CKPT OUT --dtype bf16",
             "--dtype bf16 CKPT OUT",
-            "-q --max-mem 1G merge CKPT --dtype bf16 OUT",
+            "-q --max-mem 6G merge CKPT --dtype bf16 OUT",
             *(
                 pytest.param(words, marks=pytest.mark.slow)
                 for words in (

@@ -22,7 +22,7 @@ VOCAB, HIDDEN = 1200, 64
 CONFIG = llama_config(
     vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, torch_dtype="float32", num_attention_heads=4
 )
-WORDS = ("--max-shard-size", "300kB", "--max-mem", "2G")
+WORDS = ("--max-shard-size", "300kB", "--max-mem", "8G")
 
 
 @dataclasses.dataclass(frozen=True)

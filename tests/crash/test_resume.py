@@ -32,7 +32,7 @@ def leave_begun(small: Small, out: Path, *words: str, calls: int = 60) -> None:
     [
         ("--workers", "1"),
         ("--workers", "7"),
-        ("--max-mem", "1500M"),
+        ("--max-mem", "6G"),
         ("--io", "mmap"),
         ("--verify",),
         ("--sha256",),
