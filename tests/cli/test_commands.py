@@ -106,7 +106,7 @@ class TestWords:
                     "merge CKPT OUT --dtype bf16",
                     "merge --dtype bf16 CKPT OUT",
                     "--dtype bf16 merge CKPT OUT",
-                    "--max_mem 1G CKPT OUT --dtype bf16",
+                    "--max_mem 6G CKPT OUT --dtype bf16",
                     "--input CKPT --dtype bf16 OUT",
                     "--dtype bf16 -- CKPT OUT",
                 )
