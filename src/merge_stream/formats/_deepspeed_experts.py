@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable
-from merge_stream.formats._deepspeed_files import DeepSpeedFiles
+from merge_stream.formats._deepspeed_files import DeepSpeedFiles, missing_text
 from merge_stream.formats._deepspeed_local import LocalModel, plain_ref, widened
 from merge_stream.formats._deepspeed_states import OptimStates, Shape, StatesFile, tensors_in
 from merge_stream.formats._zero_masters import flat_masters
@@ -93,10 +93,10 @@ def _require_experts(files: DeepSpeedFiles, counts: Counter[int], model: LocalMo
     for position, layer in enumerate(sorted(counts)):
         there = {expert for (of, expert, _) in files.experts if of == layer}
         wanted = numbers[position] if len(numbers) == len(counts) else max(there) + 1
-        missing = sorted(set(range(wanted)) - there)
+        missing = missing_text(there, wanted)
         if missing or len(there) > wanted:
             msg = f"{files.tree.label} has {len(there)} expert files of MoE layer {max(layer, 0)}, wanted {wanted}"
-            raise IncompleteShardsError(f"{msg}; missing: {missing[:8]}", hint=_COPY)
+            raise IncompleteShardsError(f"{msg}; missing: {missing or 'none'}", hint=_COPY)
     if len(numbers) > len(counts):
         msg = f"{files.tree.label} has expert files of {len(counts)} MoE layers, the model states list {len(numbers)}"
         raise IncompleteShardsError(msg, hint=_COPY)

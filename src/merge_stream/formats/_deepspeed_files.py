@@ -17,6 +17,7 @@ files lack the underscore before `optim_states`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ from merge_stream.errors import AmbiguousCheckpointError, CorruptCheckpointError
 from merge_stream.formats._catalog import listed
 from merge_stream.storage.base import ByteTree
 
-__all__ = ["DeepSpeedFiles", "ZeroRank", "choose_tag", "files_of", "looks_like", "tags_of"]
+__all__ = ["DeepSpeedFiles", "ZeroRank", "choose_tag", "files_of", "looks_like", "missing_text", "tags_of"]
 
 _MODULE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -64,6 +65,20 @@ class DeepSpeedFiles:
     def mp_ranks(self) -> list[int]:
         """Model-parallel ranks that have a file."""
         return sorted({*self.module, *(rank.mp for rank in self.zero3)})
+
+
+def missing_text(have: Iterable[int], count: int) -> str:
+    """Which of the numbers 0 ... `count` - 1 are not there, for a message; "" when all are.
+
+    `count` is a stranger's word: as much work as there are files, whatever it says.
+    """
+    runs = []
+    at = 0
+    for number in sorted({*(n for n in have if 0 <= n < count), count}):
+        if number > at:
+            runs.append(f"{at}-{number - 1}" if number - 1 > at else str(at))
+        at = number + 1
+    return listed(runs)
 
 
 def looks_like(name: str) -> bool:

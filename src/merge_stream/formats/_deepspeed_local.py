@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from merge_stream.containers.torch_tensor import PlainTensor
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
-from merge_stream.formats._deepspeed_files import DeepSpeedFiles
+from merge_stream.formats._deepspeed_files import DeepSpeedFiles, missing_text
 from merge_stream.formats._deepspeed_states import (
     ModelStates,
     OptimStates,
@@ -73,7 +73,7 @@ def read_local_models(files: DeepSpeedFiles, table: FileTable, options: OpenOpti
         msg = f"{files.tree.label} holds {kind}, but no *_model_states.pt of a rank, which has the names and shapes"
         raise IncompleteShardsError(msg, hint=_COPY)
     if ranks != list(range(len(ranks))):
-        missing = ranks_text(set(range(max(ranks))) - set(ranks))
+        missing = missing_text(ranks, max(ranks))
         msg = f"{files.tree.label} has model states of model-parallel ranks {ranks_text(ranks)}, not of {missing}"
         raise IncompleteShardsError(msg, hint=_COPY)
     models = {mp: _read(files, table, options, mp) for mp in ranks}
@@ -182,8 +182,8 @@ def _masters(files: DeepSpeedFiles, mp: int, states: ModelStates, optim: Mapping
             masters |= flat_masters(group, states.groups[group], ranks)
         else:
             shapes = {name: tensor.shape for name, tensor in (states.module or {}).items()}
-            if not shapes:
-                return masters
+            if states.module is None:
+                return masters  # a pipeline: `_deepspeed_pipeline` has the shapes
             masters |= sliced_masters(group, shapes, ranks)
     return masters
 
@@ -247,7 +247,7 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
         msg = f"{first.source.where} lists no parameters (param_shapes is missing)"
         raise CorruptCheckpointError(msg, hint="the save did not finish, or the file is of another kind")
     for other in states[1:]:
-        if other.groups != first.groups or other.frozen_shapes != first.frozen_shapes:
+        if _in_order(other) != _in_order(first) or other.frozen_shapes != first.frozen_shapes:
             msg = f"{other.source.where} lists other parameters than {first.source.where}"
             raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
     model = LocalModel(states=first, facts=_facts(first, optim))
@@ -261,6 +261,11 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
         model.frozen.add(name)
     _fill_from_module(model, first)
     return model
+
+
+def _in_order(states: ModelStates) -> list[list[tuple[str, Shape]]]:
+    """The lists of parameters; their order is that of the flat tensors, so it must be the same on all ranks."""
+    return [list(group.items()) for group in states.groups or ()]
 
 
 def _partition_counts(rank: OptimStates) -> list[int]:
@@ -320,15 +325,25 @@ def _fill_from_module(model: LocalModel, states: ModelStates) -> None:
 
 def _require_ranks(files: DeepSpeedFiles, mp: int, optim: Mapping[int, OptimStates]) -> None:
     """As many ranks as the flat tensors were cut into, and one step."""
-    world = max((max(rank.partitions, default=0) for rank in optim.values()), default=0) or max(optim) + 1
-    missing = set(range(world)) - set(optim)
-    if missing:
+    ranks = [optim[dp] for dp in sorted(optim)]
+    first = ranks[0]
+    for other in ranks[1:]:
+        for what, one, two in (
+            ("groups of masters", len(first.flats), len(other.flats)),
+            ("ZeRO stage", first.stage, other.stage),
+            ("partition_count", first.partitions, other.partitions),
+        ):
+            if one != two:
+                msg = f"{first.source.where} has {what} {one}, {other.source.where} {two}"[:600]
+                raise CorruptCheckpointError(msg, hint="files of two runs are mixed: copy all files of one save again")
+    world = max(first.partitions, default=0) or max(optim) + 1
+    if missing := missing_text(optim, world):
         msg = (
             f"{files.tree.label} has optimizer states of ranks {ranks_text(optim)} of {world} (model-parallel rank "
-            f"{mp}); those of ranks {ranks_text(missing)} are missing"
+            f"{mp}); those of ranks {missing} are missing"
         )
         raise IncompleteShardsError(msg, hint=_COPY)
-    extra = set(optim) - set(range(world))
+    extra = {dp for dp in optim if dp >= world}
     if extra:
         msg = f"{files.tree.label} has optimizer states of ranks {ranks_text(extra)}, but the run had {world} ranks"
         raise CorruptCheckpointError(msg, hint="files of an earlier, larger run are mixed in: remove them")

@@ -12,6 +12,7 @@ dicts, `client_state` included, may be any object and is not looked at.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -252,7 +253,11 @@ def _steps(base: Any, tree: ByteTree, source: StatesFile) -> frozenset[int]:  # 
             view = plain_tensor(value, "step", source.where)
             if view is not None and view.dtype.name in _SCALARS and view.shape in {(), (1,)}:
                 data = tree.read(source.name, source.at(view, "step"), view.dtype.itemsize)
-                found.add(int(struct.unpack(_SCALARS[view.dtype.name], data)[0]))
+                step = struct.unpack(_SCALARS[view.dtype.name], data)[0]
+                if not math.isfinite(step):
+                    msg = f"{source.where}: its optimizer is at step {step}, wanted a number"
+                    raise CorruptCheckpointError(msg, hint=_DAMAGED)
+                found.add(int(step))
     return frozenset(found)
 
 

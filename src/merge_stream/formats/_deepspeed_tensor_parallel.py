@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
+from merge_stream.formats._deepspeed_patterns import NamePatterns
 from merge_stream.tensors.box import row_major_strides
 from merge_stream.tensors.ref import ShardTable, TensorRef
 from merge_stream.tensors.tables import first_rows, moved, rows_of, stacked
@@ -56,20 +57,17 @@ class TensorParallelRules:
 
     def __init__(self, state: Mapping[Any, Any], ranks: int, where: str) -> None:
         info = state.get("universal_checkpoint_info")
-        self._info: Mapping[Any, Any] = info if isinstance(info, dict) else {}
+        self._info: Mapping[Any, Any] = info if isinstance(info, dict) and not _RULES.isdisjoint(info) else {}
         self._ranks = ranks
         self._where = where
         affine = self._info.get("affine_map")
         params = affine.get("params") if isinstance(affine, dict) else None
-        self._affine = [
-            (_pattern(key, where), value) for key, value in params.items() if isinstance(value, dict)
-        ] if isinstance(params, dict) else []  # fmt: skip
-        self._lists = {
-            name: [_pattern(p, where) for p in self._info.get(key) or () if isinstance(p, str)]
-            for name, key in _LISTS.items()
-        }
+        self._affine = NamePatterns.of(params, where)
+        self._lists = {name: NamePatterns.of(self._info.get(key), where) for name, key in _LISTS.items()}
+        self._unsupported = NamePatterns.of(self._info.get("autotp_unsupported_parameter_patterns"), where)
+        self._sub_params = NamePatterns.of(_sub_params(self._info.get("parameter_with_sub_params"), where), where)
         vocabulary = self._info.get("original_vocab_size")
-        self._vocabulary = vocabulary if type(vocabulary) is int else 0
+        self._vocabulary = vocabulary if type(vocabulary) is int and vocabulary > 0 else 0
 
     def join(self, name: str, parts: Sequence[TensorRef]) -> TensorRef:
         """The whole tensor of what each rank holds under `name`."""
@@ -79,7 +77,7 @@ class TensorParallelRules:
                 two = f"{first.dtype} {list(first.shape)} and {part.dtype} {list(part.shape)}"
                 msg = f"{name} is {two} on two ranks of tensor parallelism"
                 raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
-        placed = next((value for pattern, value in self._affine if pattern.fullmatch(name)), None)
+        placed = self._affine.find(name)
         if placed is not None:
             return self._placed(name, parts, placed)
         kind = self._kind(name)
@@ -93,7 +91,7 @@ class TensorParallelRules:
         return joined
 
     def _matches(self, kind: str, name: str) -> bool:
-        return any(pattern.fullmatch(name) or pattern.match(name) for pattern in self._lists[kind])
+        return self._lists[kind].find(name) is not None
 
     def _kind(self, name: str) -> Kind:
         if not self._info:
@@ -102,16 +100,14 @@ class TensorParallelRules:
                     return kind
             msg = (
                 f"{self._where}: nothing tells how {name} was cut over {self._ranks} tensor-parallel ranks "
-                "(universal_checkpoint_info is missing, and the name is none of Megatron-DeepSpeed's)"
+                "(universal_checkpoint_info is missing or says nothing of it, "
+                "and the name is none of Megatron-DeepSpeed's)"
             )
             raise UnsupportedError(msg, hint=_UNKNOWN)
-        for sub in self._info.get("parameter_with_sub_params") or ():
-            patterns = sub.get("patterns") if isinstance(sub, dict) else None
-            if isinstance(patterns, list) and any(re.match(p, name) for p in patterns if isinstance(p, str)):
-                msg = f"{self._where}: {name} is made of sub-parameters that were cut one by one"
-                raise UnsupportedError(msg, hint=_UNKNOWN)
-        unsupported = self._info.get("autotp_unsupported_parameter_patterns")
-        if isinstance(unsupported, dict) and any(re.match(str(p), name) for p in unsupported):
+        if self._sub_params.find(name) is not None:
+            msg = f"{self._where}: {name} is made of sub-parameters that were cut one by one"
+            raise UnsupportedError(msg, hint=_UNKNOWN)
+        if self._unsupported.find(name) is not None:
             msg = f"{self._where}: DeepSpeed itself says that the parts of {name} cannot be joined"
             raise UnsupportedError(msg, hint="export the model from the training script")
         for kind in ("replicated", "average", "halves", "columns"):
@@ -119,9 +115,10 @@ class TensorParallelRules:
                 return kind
         return "rows"
 
-    def _placed(self, name: str, parts: Sequence[TensorRef], value: Mapping[Any, Any]) -> TensorRef:
-        shape = _shape(value.get("logical_shape"))
-        ranks = value.get("ranks")
+    def _placed(self, name: str, parts: Sequence[TensorRef], value: object) -> TensorRef:
+        placed = value if isinstance(value, dict) else {}
+        shape = _shape(placed.get("logical_shape"))
+        ranks = placed.get("ranks")
         if shape is None or not isinstance(ranks, dict):
             raise self._malformed(name)
         tables: list[ShardTable] = []
@@ -129,10 +126,11 @@ class TensorParallelRules:
             entry = ranks.get(rank, ranks.get(str(rank)))
             if not isinstance(entry, dict) or _shape(entry.get("shard_shape")) != part.shape:
                 raise self._malformed(name)
-            for record in entry.get("pieces") or ():
+            pieces = entry.get("pieces")
+            for record in pieces if isinstance(pieces, (list, tuple)) else ():
                 piece = _piece(record, shape, part.shape)
-                locations = record.get("locations")
-                if piece is None or not isinstance(locations, (list, tuple)):
+                locations = _shape(record.get("locations")) if isinstance(record, dict) else None
+                if piece is None or locations is None:
                     raise self._malformed(name)
                 if not locations or min(locations) == rank:
                     tables.append(self._cut(name, part, piece))
@@ -190,18 +188,20 @@ _LISTS = {
     "halves": "parameter_with_2_sub_params_cat_dim_0",
     "vocabulary": "vocabulary_parameter_patterns",
 }
-_MOST_PATTERN = 500
+_RULES = {"affine_map", *_LISTS.values()}
 
 
-def _pattern(text: object, where: str) -> re.Pattern[str]:
-    """A pattern of the checkpoint; long or broken ones are refused (they could take for ever)."""
-    if isinstance(text, str) and len(text) <= _MOST_PATTERN and not re.search(r"[+*}]\)?[+*{]", text):
-        try:
-            return re.compile(text)
-        except re.error:
-            pass
-    msg = f"{where}: a parameter pattern is malformed: {text!r:.80}"
-    raise CorruptCheckpointError(msg, hint="the file is damaged, or was written by an unknown DeepSpeed")
+def _sub_params(described: object, where: str) -> list[object]:
+    """All patterns of parameters that are made of several: [{"patterns": [...], ...}, ...]."""
+    entries = described if isinstance(described, (list, tuple)) else [] if described is None else [described]
+    found: list[object] = []
+    for entry in entries:
+        patterns = entry.get("patterns") if isinstance(entry, dict) else None
+        if not isinstance(patterns, (list, tuple)):
+            msg = f"{where}: an entry of parameter_with_sub_params is {repr(entry)[:60]}"
+            raise CorruptCheckpointError(msg, hint="the file is damaged, or was written by an unknown DeepSpeed")
+        found += patterns
+    return found
 
 
 def _shape(value: object) -> Shape | None:

@@ -51,17 +51,25 @@ def flat_masters(group: int, shapes: Mapping[str, Shape], ranks: Sequence[OptimS
             raise CorruptCheckpointError(msg, hint=_MIXED)
     saved = starts[:-1] + np.array([rank.flats[group].shape[0] for rank in ranks])
     gaps = ranks[0].gaps[group] if ranks[0].gaps and group < len(ranks[0].gaps) else []
+    if any(gap < 0 for gap in gaps):
+        msg = f"{ranks[0].source.where}: group {group} has an alignment gap of {min(gaps)} elements"
+        raise CorruptCheckpointError(msg, hint="the file is damaged: copy it again")
+    if gaps and len(gaps) != len(shapes):
+        msg = f"{ranks[0].source.where}: group {group} has {len(gaps)} alignment gaps for {len(shapes)} parameters"
+        raise CorruptCheckpointError(msg, hint=_MIXED)
     files = np.array([rank.source.index for rank in ranks], dtype=np.int32)
     offsets = np.array([rank.source.at(rank.flats[group], f"group {group}") for rank in ranks], dtype=np.int64)
     masters: Masters = {}
     at = 0
     for k, (name, shape) in enumerate(shapes.items()):
         numel = math.prod(shape)
+        if at + numel > share * len(ranks):
+            raise _unfilled(group, shapes, ranks, share)
         first, last = at // share if share else 0, max((at + numel - 1) // share, 0) if share else 0
         part = slice(first, last + 1)
         lo = np.maximum(starts[:-1][part], at)
         hi = np.minimum(starts[1:][part], at + numel)
-        if numel and (last >= len(ranks) or (hi > saved[part]).any()):
+        if numel and (hi > saved[part]).any():
             raise _unfilled(group, shapes, ranks, share)
         where = offsets[part] + (lo - starts[:-1][part]) * _SIZE
         masters[name] = shape, table_of_ranges(shape, Ranges(lo - at, hi - at, files[part], where), _SIZE)

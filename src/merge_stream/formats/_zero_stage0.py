@@ -15,8 +15,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from merge_stream.containers.pickle_reader import dotted_name
 from merge_stream.containers.torch_tensor import PlainTensor, plain_tensor
-from merge_stream.errors import UnsupportedError
+from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.formats._deepspeed_states import ModelStates, Shape
 from merge_stream.formats._flat_ranges import Ranges, table_of_ranges
 from merge_stream.tensors.ref import ShardTable
@@ -31,11 +32,18 @@ def unpartitioned_masters(states: ModelStates) -> dict[str, tuple[Shape, ShardTa
     optimizer = states.state.get("optimizer")
     if not isinstance(optimizer, dict):
         return None
-    flats, shaped = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
-    if isinstance(flats, (list, tuple)):
-        return _fused(states, flats)
-    if isinstance(shaped, (list, tuple)):
-        return _unfused(states, shaped)
+    for key, read in (("fp32_groups_flat", _fused), ("fp32_groups", _unfused)):
+        if key not in optimizer:
+            continue
+        groups = optimizer[key]
+        stated = optimizer.get("optimizer_state_dict")
+        settings = stated.get("param_groups") if isinstance(stated, dict) else None
+        if not isinstance(groups, (list, tuple)) or (isinstance(settings, list) and len(settings) != len(groups)):
+            have = f"{len(groups)} groups" if isinstance(groups, (list, tuple)) else dotted_name(groups)
+            wanted = f"{len(settings)} groups" if isinstance(settings, list) else "a list of groups"
+            msg = f"{states.source.where}: {key} of its optimizer is {have}, wanted {wanted}"
+            raise CorruptCheckpointError(msg, hint=f"the file is damaged: copy it again; {_MODULE}")
+        return read(states, groups)
     return None
 
 
