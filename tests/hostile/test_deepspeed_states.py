@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import shutil
+import sys
 import time
 import tracemalloc
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -285,3 +287,66 @@ def test_a_number_of_experts_that_nobody_has(tmp_path: Path) -> None:
     for path in (tmp_path / "ckpt").rglob("mp_rank_00_model_states.pt"):
         changed(path, lambda state: state.update(num_experts=[10**9] * len(state["num_experts"])))
     assert "wanted 1000000000" in refusal(tmp_path / "ckpt", tmp_path, error=IncompleteShardsError)
+
+
+_OF_DEEPSPEED: dict[str, dict[str, tuple[type, ...]]] = {
+    "deepspeed": {},
+    "deepspeed.runtime": {},
+    "deepspeed.runtime.zero": {},
+    "deepspeed.runtime.zero.config": {"ZeroStageEnum": (int,)},
+    "deepspeed.runtime.fp16": {},
+    "deepspeed.runtime.fp16.loss_scaler": {"LossScaler": (), "DynamicLossScaler": ()},
+}
+
+
+class TestExpertsInStage3:
+    """AutoEP: `ds_zero_partition_groups` and `ds_autoep_layers` say which ranks hold which experts."""
+
+    @pytest.fixture
+    def ckpt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """The names that its pickles hold are there, so that torch can read and write them."""
+        for name, members in _OF_DEEPSPEED.items():
+            module = types.ModuleType(name)
+            for member in members:
+                vars(module)[member] = type(member, members[member], {"__module__": name})
+            monkeypatch.setitem(sys.modules, name, module)
+        shutil.copytree(DATA / "deepspeed" / "autoep_z3_ep2_w4" / "ckpt", tmp_path / "ckpt")
+        return tmp_path / "ckpt" / "global_step3"
+
+    @pytest.mark.parametrize("ranks", [[0, 1], [0], [0, 2, 10**9], [], None, "02", [2, 0]])
+    def test_ranks_that_do_not_agree(self, ckpt: Path, tmp_path: Path, ranks: object) -> None:
+        def change(state: dict[str, Any]) -> None:
+            state["optimizer_state_dict"]["ds_zero_partition_groups"][1]["partition_ranks"] = ranks
+
+        changed(ckpt / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", change)
+        message = refusal(ckpt, tmp_path)
+        assert "do not agree" in message or "ds_zero_partition_groups holds" in message
+
+    def test_as_many_groups_as_flat_tensors(self, ckpt: Path, tmp_path: Path) -> None:
+        for path in ckpt.glob("*optim_states.pt"):
+            changed(path, lambda state: state["optimizer_state_dict"]["ds_zero_partition_groups"].pop(0))
+        assert "1 ds_zero_partition_groups and 2 flat tensors" in refusal(ckpt, tmp_path)
+
+    def test_without_the_layers_nothing_tells_the_place(self, ckpt: Path, tmp_path: Path) -> None:
+        for path in ckpt.glob("*model_states.pt"):
+            changed(path, lambda state: state.pop("ds_autoep_layers"))
+        assert "does not tell why" in refusal(ckpt, tmp_path, error=UnsupportedError)
+
+    def test_ranks_that_share_a_part_hold_the_same_experts(self, ckpt: Path, tmp_path: Path) -> None:
+        def change(state: dict[str, Any]) -> None:
+            state["ds_autoep_layers"][0]["ep_rank"] = 1
+
+        changed(ckpt / "zero_pp_rank_0_mp_rank_00_model_states.pt", change)
+        assert "name other experts" in refusal(ckpt, tmp_path)
+
+    @pytest.mark.parametrize("experts", [[0, 1], [2, 9], [-1, 3], [10**12, 3], [2, 2]])
+    def test_an_expert_has_one_place(self, ckpt: Path, tmp_path: Path, experts: list[int]) -> None:
+        def change(state: dict[str, Any]) -> None:
+            state["ds_autoep_layers"][0]["expert_placement"]["ranks"][1]["experts"] = experts
+
+        for path in ckpt.glob("*model_states.pt"):
+            changed(path, change)
+        with pytest.raises(MergeStreamError) as caught:
+            merged(ckpt, tmp_path / "out")
+        assert "experts" in caught.value.message
+        assert caught.value.hint

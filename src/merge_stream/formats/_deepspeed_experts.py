@@ -22,11 +22,12 @@ from merge_stream.formats._catalog import FileTable
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles, missing_text
 from merge_stream.formats._deepspeed_local import LocalModel, plain_ref, widened
 from merge_stream.formats._deepspeed_states import OptimStates, Shape, StatesFile, tensors_in
+from merge_stream.formats._zero3_experts import experts_of, place_stack
 from merge_stream.formats._zero_masters import flat_masters
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.ref import ShardTable, TensorRef
-from merge_stream.tensors.tables import deeper, moved, rows_of, stacked
+from merge_stream.tensors.tables import deeper, moved, stacked
 
 __all__ = ["add_experts", "fuse_autoep"]
 
@@ -135,38 +136,8 @@ def _masters(
                 if name in names:
                     found[names[name]] = master
                 else:
-                    _place_stack(found, name, master, _experts_of(part, name, master[0], rank), ranks)
+                    place_stack(found, name, master, experts_of(part.states, name, master[0], rank), ranks)
     return found
-
-
-def _place_stack(
-    found: dict[str, tuple[Shape, ShardTable]],
-    name: str,
-    master: tuple[Shape, ShardTable],
-    experts: Sequence[int],
-    ranks: int,
-) -> None:
-    """Put a rank's stack of local experts at its rows of the whole stack."""
-    shape, rows = master
-    rest = (0,) * (len(shape) - 1)
-    before = found[name][1] if name in found else ShardTable.of([], len(shape))
-    parts = [moved(rows_of(rows, k, k + 1, F32.itemsize), (expert, *rest)) for k, expert in enumerate(experts)]
-    found[name] = (shape[0] * ranks, *shape[1:]), stacked([before, *parts], len(shape))
-
-
-def _experts_of(part: LocalModel, name: str, shape: Shape, rank: int) -> Sequence[int]:
-    """Which experts an expert-parallel rank holds: what AutoEP wrote, else the next ones in order."""
-    layers = part.states.state.get("ds_autoep_layers") if part.states else None
-    for layer in layers if isinstance(layers, list) else ():
-        if not isinstance(layer, dict) or not name.startswith(f"{layer.get('expert_key_prefix')}."):
-            continue
-        placement = layer.get("expert_placement")
-        entries = placement.get("ranks") if isinstance(placement, dict) else None
-        for entry in entries if isinstance(entries, list) else ():
-            experts = entry.get("experts") if isinstance(entry, dict) and entry.get("rank") == rank else None
-            if isinstance(experts, list) and len(experts) == shape[0] and all(type(n) is int for n in experts):
-                return experts
-    return range(rank * shape[0], (rank + 1) * shape[0])
 
 
 def _global_names(local: Mapping[str, Shape], rank: int) -> dict[str, str]:

@@ -28,19 +28,18 @@ from merge_stream.formats._deepspeed_states import (
     read_optim_states,
 )
 from merge_stream.formats._rank_files import ranks_text
-from merge_stream.formats._zero_masters import flat_masters, sliced_masters, stage3_masters, stage3_parts
+from merge_stream.formats._zero3_experts import router_of, stage3_masters_of_all
+from merge_stream.formats._zero_masters import Masters, flat_masters, sliced_masters, stage3_parts
 from merge_stream.formats._zero_stage0 import unpartitioned_masters
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import F32, DType
 from merge_stream.tensors.ref import ShardTable, TensorRef
 
-__all__ = ["LocalModel", "Masters", "frozen_of", "plain_ref", "read_local_models", "widened"]
+__all__ = ["LocalModel", "frozen_of", "plain_ref", "read_local_models", "widened"]
 
 _MODULE = "--weights module writes the 16-bit weights of the model states alone"
 _COPY = "copy the missing files here; if they lie on other nodes, name each node's folder with --input"
-
-Masters = dict[str, tuple[Shape, ShardTable]]
 
 
 @dataclass(slots=True, eq=False)
@@ -240,9 +239,6 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
             f"{files.tree.label} has model states of ranks {ranks_text(names)}, optimizer states of {ranks_text(optim)}"
         )
         raise IncompleteShardsError(msg, hint=_COPY)
-    if any(count not in {0, len(optim)} for rank in optim.values() for count in _partition_counts(rank)):
-        msg = f"{files.tree.label} keeps experts of AutoEP in ZeRO stage 3, cut over some of the ranks only"
-        raise UnsupportedError(msg, hint="save a universal checkpoint, or gather the model in the training script")
     if first.groups is None:
         msg = f"{first.source.where} lists no parameters (param_shapes is missing)"
         raise CorruptCheckpointError(msg, hint="the save did not finish, or the file is of another kind")
@@ -253,7 +249,7 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
     model = LocalModel(states=first, facts=_facts(first, optim))
     model.facts["weights"] = "fp32 masters"
     model.ignored["Python value"] += first.other
-    masters = stage3_masters(first.groups, [optim[dp] for dp in sorted(optim)])
+    masters = stage3_masters_of_all(states, [optim[dp] for dp in sorted(optim)])
     for name, (shape, rows) in masters.items():
         model.tensors[name] = TensorRef(name, F32, shape, rows)
     for name, shape in first.frozen_shapes.items():
@@ -266,13 +262,6 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
 def _in_order(states: ModelStates) -> list[list[tuple[str, Shape]]]:
     """The lists of parameters; their order is that of the flat tensors, so it must be the same on all ranks."""
     return [list(group.items()) for group in states.groups or ()]
-
-
-def _partition_counts(rank: OptimStates) -> list[int]:
-    """Over how many ranks each group is cut, where the file tells (AutoEP, 0.19)."""
-    groups = rank.state.get("ds_zero_partition_groups")
-    counts = [g.get("partition_count") for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
-    return [count for count in counts if type(count) is int]
 
 
 def frozen_of(name: str, shape: Shape, states: Sequence[ModelStates]) -> TensorRef:
@@ -303,7 +292,7 @@ def _fill_from_module(model: LocalModel, states: ModelStates) -> None:
     for name, tensor in (states.module or {}).items():
         if name in model.tensors:
             continue
-        owner = states.shared.get(name)
+        owner = states.shared.get(name) or router_of(states, name)
         if owner in model.tensors:
             model.tensors[name] = model.tensors[owner]
         elif name in states.buffers or math.prod(tensor.shape) > 0:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError
 from merge_stream.formats._catalog import FileTable, listed
-from merge_stream.formats._deepspeed_experts import add_experts
+from merge_stream.formats._deepspeed_experts import add_experts, fuse_autoep
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles
 from merge_stream.formats._deepspeed_local import LocalModel
 from merge_stream.formats._deepspeed_pipeline import add_sliced_masters, lay_under, read_layers
@@ -54,6 +54,8 @@ def join_local_models(
         whole.facts["pipeline stages"] = pipeline
     if files.experts:
         metadata += add_experts(whole, models, files, table, options)
+    else:
+        fuse_autoep(whole, files)  # stage 3 has no expert files
     whole.metadata_nbytes = metadata
     return whole
 

@@ -27,7 +27,7 @@ from merge_stream.formats._deepspeed_states import OptimStates, Shape
 from merge_stream.formats._flat_ranges import Ranges, table_of_ranges
 from merge_stream.tensors.ref import ShardTable
 
-__all__ = ["flat_masters", "sliced_masters", "stage3_masters", "stage3_parts"]
+__all__ = ["Masters", "flat_masters", "sliced_masters", "stage3_masters", "stage3_parts"]
 
 _SIZE = 4
 _MIXED = "files of two saves or of two runs are mixed: pass the files of one save"
@@ -122,19 +122,22 @@ def sliced_masters(group: int, shapes: Mapping[str, Shape], ranks: Sequence[Opti
     return masters
 
 
-def stage3_masters(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[OptimStates]) -> Masters:
+def stage3_masters(
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[OptimStates], chosen: Sequence[int] | None = None
+) -> Masters:
     """The masters of stage 3: `groups` are the sub groups, each with a flat tensor on every rank.
 
-    Writers whose groups are not those of the shapes are read as one stream, as zero_to_fp32.py does.
+    `chosen` are the numbers of their flat tensors (all by default). Writers whose groups are not those of the shapes
+    are read as one stream, as zero_to_fp32.py does.
     """
     world = len(ranks)
+    flats = range(len(ranks[0].flats)) if chosen is None else chosen
     needed = [sum(-(-math.prod(s) // world) for s in group.values()) for group in groups]
     masters: Masters = {}
-    sizes = [[flat.shape[0] for flat in rank.flats] for rank in ranks]
+    sizes = [[rank.flats[k].shape[0] for k in flats] for rank in ranks]
     if all(size == needed for size in sizes):
-        for k, group in enumerate(groups):
-            streams = [_Stream(rank, [k]) for rank in ranks]
-            masters |= _from_streams(group, streams)
+        for k, group in zip(flats, groups, strict=True):
+            masters |= _from_streams(group, [_Stream(rank, [k]) for rank in ranks])
         return masters
     for rank, size in zip(ranks, sizes, strict=True):
         if sum(size) != sum(needed):
@@ -144,7 +147,7 @@ def stage3_masters(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[OptimS
             )
             raise CorruptCheckpointError(msg, hint=_MIXED)
     every = {name: shape for group in groups for name, shape in group.items()}
-    return _from_streams(every, [_Stream(rank, range(len(rank.flats))) for rank in ranks])
+    return _from_streams(every, [_Stream(rank, flats) for rank in ranks])
 
 
 class _Stream:
