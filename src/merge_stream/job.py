@@ -28,7 +28,7 @@ from merge_stream.engine.memory import MemoryPlan, metadata_ahead, plan_memory
 from merge_stream.engine.probe import Prober
 from merge_stream.engine.stored_checksums import ChecksumFindings, ranges_ahead
 from merge_stream.engine.twins import as_stored
-from merge_stream.errors import CorruptCheckpointError, UnsupportedError, UsageError
+from merge_stream.errors import CheckpointError, CorruptCheckpointError, UnsupportedError, UsageError
 from merge_stream.options import DtypeName, MergeOptions
 from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder, find_model_folder
@@ -101,6 +101,11 @@ def make_plan(
         if adapter_alone:
             catalog = with_base_weights(catalog, options.base_model, folder.info, max_mem=options.max_mem)
     options, folder = as_staged(catalog, options, folder)
+    if adapter_alone:
+        catalog = replace(catalog, partial="")  # an adapter is whole without the weights it belongs to
+    elif catalog.partial and options.write_config:
+        msg = f"{catalog.partial}, and what is left is no whole model that a config.json could describe"
+        raise CheckpointError(msg, hint="add --no-config to write these weights alone, or leave --exclude-frozen out")
     check_shards(catalog, catalog.tensors)
     check_shards(replace(catalog, tensors=catalog.twins), catalog.twins)
     named = name_parameters(catalog, folder.info, options.layout, options.lora)

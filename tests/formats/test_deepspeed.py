@@ -14,6 +14,7 @@ from merge_stream import cli
 from merge_stream.containers.safetensors_file import read_header
 from merge_stream.errors import (
     AmbiguousCheckpointError,
+    CheckpointError,
     CorruptCheckpointError,
     IncompleteShardsError,
     MergeStreamError,
@@ -22,7 +23,7 @@ from merge_stream.errors import (
     UsageError,
 )
 from merge_stream.formats.deepspeed import MEMBER
-from merge_stream.options import OpenOptions
+from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.storage.local import LocalTree
 from tests.cases.naive import NAMES_AS_THEY_ARE, assert_holds, merged, numbered
 from tests.formats.naive import DATA, opened
@@ -160,6 +161,40 @@ def test_a_truncated_file_is_told(tmp_path: Path) -> None:
     path = folder / "global_step7" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     path.write_bytes(path.read_bytes()[:-100])
     refused(folder, tmp_path, TruncatedFileError, path.name)
+
+
+class TestExcludeFrozen:
+    """What is left of a partly frozen model is no whole model: written alone, or refused in words."""
+
+    CASE = DATA / "deepspeed" / "z3_bf16_frozen_w3"
+    LEFT_OUT = OpenOptions(exclude_frozen=True)
+
+    def options(self, **changed: object) -> MergeOptions:
+        return dataclasses.replace(MergeOptions(base_model=str(self.CASE / "hf")), **changed)
+
+    @pytest.mark.parametrize("layout", ["upstream", "as-is"])
+    def test_a_config_would_describe_another_model(self, tmp_path: Path, layout: str) -> None:
+        with pytest.raises(CheckpointError, match=r"leaves out 10 frozen parameters.* no whole model") as caught:
+            merged(self.CASE / "ckpt", tmp_path / "out", self.options(layout=layout), opening=self.LEFT_OUT)
+        assert "--no-config" in str(caught.value.hint)
+        assert "--exclude-frozen" in str(caught.value.hint)
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("layout", ["upstream", "as-is"])
+    @pytest.mark.parametrize("staging", ["direct", "zarr"])
+    def test_the_trained_weights_alone(self, tmp_path: Path, layout: str, staging: str) -> None:
+        options = self.options(layout=layout, staging=staging, write_config=False)
+        report = merged(self.CASE / "ckpt", tmp_path / "out", options, opening=self.LEFT_OUT)
+        whole = content(self.CASE / "expected")
+        written = content(tmp_path / "out")
+        assert written == {name: whole[name] for name in written}
+        assert len(whole) - len(written) == 10
+        assert staging == "zarr" or report.ignored["frozen parameters (--exclude-frozen)"] == 10
+
+    def test_without_frozen_ones_it_changes_nothing(self, tmp_path: Path) -> None:
+        folder = write_zero(tmp_path / "ckpt", ZeroRun([TENSORS]))
+        merged(folder, tmp_path / "out", opening=self.LEFT_OUT)
+        assert_holds(tmp_path / "out", TENSORS)
 
 
 class TestTags:

@@ -36,7 +36,8 @@ def map_names(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Mapping
 
     layout "upstream" gives the names of the original repository, "as-is" the trainer's.
     UnsupportedError when the names cannot be told; CheckpointError when names or shapes
-    contradict the config or the base model; IncompleteShardsError when something is missing.
+    contradict the config or the base model; IncompleteShardsError when something is missing (not asked of a part
+    of a model that the user wanted).
     """
     if not catalog.tensors:
         msg = f"{catalog.root} holds no model tensors ({sum(catalog.ignored.values())} other entries were left out)"
@@ -44,7 +45,7 @@ def map_names(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Mapping
     mapping = _responsible(catalog, model).parameters(catalog, model, layout)
     _check_use(catalog, mapping)
     shapes = {parameter.name: parameter.shape for parameter in mapping.parameters}
-    notes = check_structure(shapes, model) + _check_parts(shapes, model, layout)
+    notes = () if catalog.partial else check_structure(shapes, model) + _check_parts(shapes, model, layout)
     ties = mapping.ties or find_ties(shapes, model)
     return Mapping(mapping.architecture, mapping.parameters, ties, (*mapping.notes, *notes))
 

@@ -26,6 +26,7 @@ from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.ref import Catalog, TensorRef
+from merge_stream.units import counted
 
 __all__ = ["MEMBER", "PIPELINE", "DeepSpeed"]
 
@@ -105,6 +106,7 @@ class DeepSpeed:
             metadata_nbytes=model.metadata_nbytes,
             checksums=(ZipRecords(files.tree, tuple(file.name for file in table.files)),),
             twins=twins,
+            partial=f"--exclude-frozen leaves out {counted(left_out, 'frozen parameter')}" if left_out else "",
         )
 
 

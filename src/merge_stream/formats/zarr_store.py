@@ -88,6 +88,7 @@ class ZarrStore:
             checksums=(_ChunkRecords(tree, tuple(files)),),
             staged=facts,
             chunk_sums=sums,
+            partial=facts.partial,
         )
 
 
@@ -157,7 +158,8 @@ def _root(tree: ByteTree, seal: Mapping[str, Any]) -> tuple[StagedFacts, Mapping
         attributes = document["attributes"]["merge_stream"]
         stated = document["consolidated_metadata"]["metadata"]
         same = attributes["fingerprint"] == seal["fingerprint"]
-        told = {f.name: attributes["facts"][f.name] for f in fields(StagedFacts)}
+        held = {"partial": "", **attributes["facts"]}
+        told = {f.name: held[f.name] for f in fields(StagedFacts)}
         tuples = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
         facts = StagedFacts(**{**told, **tuples})
     except (KeyError, TypeError, ValueError):

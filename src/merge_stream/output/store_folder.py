@@ -60,6 +60,7 @@ def staged_facts(
         notes=tuple(note for note in plan.notes if not note.startswith(FP32_REMARK)),
         base_id=hub_id_of(folder.base_id, *config_names(folder.info.config, catalog.beside)),
         lora=lora,
+        partial=catalog.partial,
     )
 
 

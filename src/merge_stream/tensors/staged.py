@@ -40,6 +40,7 @@ class StagedFacts:
     materialized          the head is written although it is tied (`--materialize-tied`)
     origins               whose each side file was
     base_id, lora         for the model card
+    partial               what was left out on purpose (`Catalog.partial`)
     """
 
     format: str
@@ -56,3 +57,4 @@ class StagedFacts:
     notes: tuple[str, ...] = ()
     base_id: str = ""
     lora: str = ""
+    partial: str = ""
