@@ -64,12 +64,13 @@ def test_inspect_tells_stages_and_expert_ranks() -> None:
     assert any(tensor.replicas is not None for tensor in catalog.tensors.values())
 
 
-def refused(folder: Path, error: type[MergeStreamError], *words: str) -> None:
+def refused(folder: Path, error: type[MergeStreamError], *words: str) -> str:
     with pytest.raises(error) as caught:
         MEMBER.open(LocalTree.of([folder]), OPTIONS)
     for word in words:
         assert word in caught.value.message
     assert caught.value.hint
+    return caught.value.message
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -82,6 +83,16 @@ def test_the_index_of_a_stage_is_missing(tmp_path: Path) -> None:
     folder = copied("colossalai/syn_pp_interrupted", tmp_path)
     (folder / "tmp_index_files" / "pytorch_model.bin.index-stage-00001.json").unlink()
     refused(folder, IncompleteShardsError, "interrupted", "stage 1")
+
+
+def test_numbers_in_the_names_of_stage_indices_are_no_lengths(tmp_path: Path) -> None:
+    """Stage 99999 of 500 ranks: named in part, not listed in whole."""
+    folder = copied("colossalai/syn_pp_interrupted", tmp_path)
+    indices = folder / "tmp_index_files"
+    for rank in range(1, 501):
+        (indices / f"pytorch_model.bin.index-stage-99999-{rank:05d}.json").write_text("{}")
+    message = refused(folder, IncompleteShardsError, "interrupted", "stage 1 rank 1", "and more")
+    assert len(message) < 1000
 
 
 def test_a_file_of_an_older_save_is_found_out(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from merge_stream.containers.json_file import read_json
 from merge_stream.containers.safetensors_file import read_header
@@ -53,6 +54,7 @@ _WEIGHTS = re.compile(
 _INDEX = re.compile(r"(pytorch_model\.bin|model\.safetensors)\.index(\.[^/]+)?\.json")
 _STAGE_INDEX = re.compile(r"tmp_index_files/(.+)-stage-(\d{5})(?:-(\d{5}))?\.json")
 _INDEX_LIMIT = 1 << 28
+_SHOWN = 8
 _COPY = "copy the missing files into the folder, or pass their folder as a further --input"
 
 
@@ -156,10 +158,11 @@ def _index(tree: ByteTree) -> _Index:
         raise AmbiguousCheckpointError(msg, hint="remove those of the older one")
     stages = {int(match[2]) for match in parts.values()}
     ranks = {int(match[3] or 0) for match in parts.values()}
-    wanted = {(stage, rank) for stage in range(1, max(stages) + 1) for rank in ranks}
+    wanted = ((stage, rank) for stage in range(1, max(stages) + 1) for rank in sorted(ranks))
     there = {(int(match[2]), int(match[3] or 0)) for match in parts.values()}
-    if missing := sorted(wanted - there):
-        named = listed(f"stage {stage}" + (f" rank {rank}" if rank else "") for stage, rank in missing)
+    if missing := list(islice((place for place in wanted if place not in there), _SHOWN + 1)):
+        named = ", ".join(f"stage {stage}" + (f" rank {rank}" if rank else "") for stage, rank in missing[:_SHOWN])
+        named += " and more" if len(missing) > _SHOWN else ""
         msg = f"{tree.label}: the save was interrupted, and the indices of {named} are missing"
         raise IncompleteShardsError(msg, hint="take an earlier save: this one is not whole")
     weight_map: dict[str, str] = {}
