@@ -92,9 +92,9 @@ def test_inspect_tells_the_layout() -> None:
 
 def test_moments_are_never_read(tmp_path: Path) -> None:
     """A third of the optimizer files is masters; at most 1.2 times their bytes are read."""
-    weights = {"model.w": numbered(300, 200)}
+    weights = {"model.w": numbered(1200, 1000)}
     report = merged(write_zero(tmp_path / "ckpt", ZeroRun([weights], dtype=torch.float32)), tmp_path / "out")
-    assert report.read_nbytes <= 1.2 * 4 * 300 * 200
+    assert report.read_nbytes <= 1.2 * 4 * 1200 * 1000
 
 
 def refused(folder: Path, tmp_path: Path, error: type[MergeStreamError], *words: str, **options: object) -> str:
@@ -123,6 +123,24 @@ def test_masters_that_do_not_round_to_the_weights_are_refused(tmp_path: Path) ->
     torch.save(held, states)
     hint = refused(folder, tmp_path, CorruptCheckpointError, "do not round to", "model.")
     assert "--weights module" in hint
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mixed", ["ranks swapped", "a rank of another save"])
+def test_files_that_changed_places_contradict_the_weights(tmp_path: Path, dtype: torch.dtype, mixed: str) -> None:
+    """Sizes and steps are the same; the weights beside the masters are not."""
+    weights = {"model.a": numbered(400, 30), "model.b": numbered(60, 8, first=50_000)}
+    place = write_zero(tmp_path / "ckpt", ZeroRun([weights], ranks=4, dtype=dtype)) / "global_step7"
+    first, second, *_ = sorted(place.glob("*optim_states.pt"))
+    if mixed == "ranks swapped":
+        other = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+    else:
+        moved = {name: tensor * 2 for name, tensor in weights.items()}
+        run = write_zero(tmp_path / "other", ZeroRun([moved], ranks=4, dtype=dtype))
+        other = (run / "global_step7" / second.name).read_bytes()
+    second.write_bytes(other)
+    refused(place, tmp_path, CorruptCheckpointError, "do not round to", "model.")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

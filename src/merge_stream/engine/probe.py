@@ -83,23 +83,23 @@ class Prober:
         return self._differences(pairs, first_only=False)
 
     def check_twins(self) -> None:
-        """Raise unless masters round to their 16-bit twins, as far as samples tell.
+        """Raise unless masters round to their twins, as far as samples tell.
 
         CorruptCheckpointError names the first that does not.
         """
         pairs = list(twin_samples(self.catalog))
         if not pairs:
             return
-        self.observer(Phase("comparing masters with their 16-bit copies", sum(p.wanted.nbytes for p in pairs)))
+        self.observer(Phase("comparing masters with their copies", sum(p.wanted.nbytes for p in pairs)))
         different = self._differences(pairs, first_only=True)
         if different:
             names = list(dict.fromkeys(d.name for d in different))
             msg = (
-                f"{len(names)} of {len(self.catalog.twins)} fp32 masters do not round to the 16-bit weights that the "
-                f"trainer saved with them; the first is {different[0]}"
+                f"{len(names)} of {len(self.catalog.twins)} fp32 masters do not round to the weights that the trainer "
+                f"saved with them; the first is {different[0]}"
             )
             hint = (
-                "files of two saves may be mixed, or a converter made them wrong; --weights module writes the 16-bit "
+                "files of two saves may be mixed, or a converter made them wrong; --weights module writes those "
                 "weights as they are"
             )
             raise CorruptCheckpointError(msg, hint=hint)

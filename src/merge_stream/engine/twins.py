@@ -1,9 +1,10 @@
-"""Masters and their 16-bit twins: a sample of each must agree, and a 16-bit output may read the twins.
+"""Masters and their twins: a sample of each must agree, and a 16-bit output may read the twins.
 
 A mixed-precision trainer keeps a parameter twice: the fp32 master in the optimizer, and its rounding in the
-model. Casting the master gives the twin, bit for bit (all 91 cases seen, DeepSpeed 0.14 to 0.19), unless the
-files belong to two steps or the master was looked for at a wrong place. So the identity is checked before
-anything is written, on whole tensors where they are small, on samples of rows where they are large.
+model. Casting the master gives the twin, bit for bit (all 91 cases seen, DeepSpeed 0.14 to 0.19; in an fp32 run
+both are the same numbers), unless the files belong to two steps or the master was looked for at a wrong place.
+So the identity is checked before anything is written, on whole tensors where they are small, on samples of rows
+where they are large.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ def _first_of(box: Box) -> Box:
 
 def as_stored(catalog: Catalog, dtype: DType | None) -> Mapping[str, TensorRef]:
     """Tensors that hold type `dtype` on disk already, by the name under which the catalog has them wider."""
-    found = {name: twin for name, twin in catalog.twins.items() if twin.dtype == dtype}
+    found = {
+        name: twin
+        for name, twin in catalog.twins.items()
+        if twin.dtype == dtype and name in catalog.tensors and twin.dtype != catalog.tensors[name].dtype
+    }
     for name, tensor in catalog.tensors.items():
         if tensor.stored is not None and tensor.stored == dtype:
             found[name] = TensorRef(name, tensor.stored, tensor.shape, tensor.shards, tensor.replicas)

@@ -46,7 +46,7 @@ _COPY = "copy the missing files here; if they lie on other nodes, name each node
 class LocalModel:
     """Named tensors of one model-parallel rank (later: of the whole model).
 
-    twins    16-bit copies of masters, by name
+    twins    the trainer's own copies of masters, by name: 16-bit, or the same in an fp32 run
     frozen   names that were not trained
     states   the model states it came from, for what belongs to parallelism
     is_pipeline  names begin with the number of a layer
@@ -153,7 +153,7 @@ def _module_first(
     for name, ref in refs.items():
         if name in masters:
             model.tensors[name] = TensorRef(name, F32, *masters.pop(name))
-            if _is_narrow(ref.dtype):
+            if ref.dtype == F32 or _is_narrow(ref.dtype):
                 model.twins[name] = ref
         else:
             model.tensors[name] = widened(ref)

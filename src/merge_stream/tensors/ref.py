@@ -135,7 +135,7 @@ class Catalog:
     beside     small files of the checkpoint that say more about it: name -> absolute path
     metadata_nbytes  bytes of metadata that were parsed (feeds the memory projection)
     checksums  readers of the checksums that the containers hold (`--check-crc`)
-    twins      16-bit copies of fp32 masters, by name: each master must round to its twin
+    twins      the trainer's copies of fp32 masters, by name: each master must round to its twin
     staged     of a staging store: what it tells beside its tensors
     chunk_sums checksums that every read is compared with, by absolute path of the file
     padded_vocabulary  the trainer may have added rows to embedding and head: "base" when only a base model's
