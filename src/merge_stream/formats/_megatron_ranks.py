@@ -5,7 +5,8 @@
     parts of a name  -> one tensor: joined over tensor-parallel ranks, experts numbered over expert-parallel ones
 
 `mp_rank_00_001` is a pipeline or an expert rank: the arguments tell, or else whether both files hold the embedding.
-A grid of TP x EP need not be full: with expert tensor parallelism 1 only its diagonal is written.
+A grid of TP x EP need not be full: process r is tensor rank r % TP, and of the experts part r % ETP of expert rank
+r // ETP % EP, so with expert tensor parallelism 1 only a diagonal is written.
 
 Facts: megatron-core 0.12 to 0.19 (real files), Megatron-LM's own GPTModel before it (documented nesting;
 `_megatron_classic`): layer numbers are local to a virtual stage; stages are walked chunk by chunk, each over all
@@ -14,6 +15,7 @@ pipeline ranks. Experts have local numbers. Files of several rounds of saving st
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ from merge_stream.formats._megatron_tp import grouped_stack, join_parts
 from merge_stream.formats._stored_checksums import ZipRecords
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.ref import TensorRef
+from merge_stream.tensors.tables import stacked
 
 __all__ = ["read_ranks"]
 
@@ -162,13 +165,33 @@ def _require_grid(grid: Mapping[Coordinates, _RankFile], arguments: Mapping[str,
     experts = size("expert_model_parallel_size", 2)
     missing = [f"tensor {t} pipeline {p}" for t in range(tensor) for p in range(stages) if not _any(grid, t, p)]
     missing += [f"expert {e} pipeline {p}" for e in range(experts) for p in range(stages) if not _any(grid, None, p, e)]
-    full = tensor * experts
-    there = {(at[0], at[2]) for at in grid}
-    if not missing and len(there) not in {full, max(tensor, experts)}:
-        missing.append(f"{full - len(there)} of {tensor} x {experts} tensor and expert ranks")
+    parts = _expert_parts(arguments, tensor, tree)
+    full = {(t, e) for t in range(tensor) for e in range(experts)}
+    for stage in range(stages) if not missing else ():
+        there = {(at[0], at[2]) for at in grid if at[1] == stage}
+        if parts:
+            processes = range(math.lcm(tensor, parts * experts))
+            least = {(r % tensor, r // parts % experts) for r in processes}
+            if not there >= least:
+                missing += [f"tensor {t} expert {e} pipeline {stage}" for t, e in sorted(least - there)]
+        elif len(there) not in {len(full), max(tensor, experts)}:
+            missing.append(f"{len(full) - len(there)} of {tensor} x {experts} tensor and expert ranks")
     if missing:
         msg = f"{tree.label} lacks the files of ranks: {listed(missing, most=4)} (it has {len(grid)} files)"
         raise IncompleteShardsError(msg, hint=_COPY)
+
+
+def _expert_parts(arguments: Mapping[str, Any], tensor: int, tree: ByteTree) -> int:
+    """Over how many tensor-parallel ranks an expert is cut, by the arguments; 0 where they do not tell."""
+    parts = arguments.get("expert_tensor_parallel_size")
+    if type(parts) is not int or parts < 1:
+        return 0
+    if tensor % parts:
+        msg = (
+            f"{tree.label}: experts over {parts} tensor-parallel ranks, everything else over {tensor}: files of several"
+        )
+        raise UnsupportedError(f"{msg} processes have one name", hint="save with --ckpt-format torch_dist")
+    return parts
 
 
 def _any(grid: Mapping[Coordinates, _RankFile], tensor: int | None, stage: int, expert: int | None = None) -> bool:
@@ -208,34 +231,48 @@ def _stage(
 ) -> Iterator[tuple[str, TensorRef]]:
     experts = max(expert for _, expert in here) + 1
     ranks = max(tensor for tensor, _ in here) + 1
-    cut = len(here) == experts * ranks and arguments.get("expert_tensor_parallel_size") != 1  # else copies
-    shared: dict[str, dict[int, TensorRef]] = {}
-    own: dict[str, dict[int, dict[int, TensorRef]]] = {}
+    cut = _expert_parts(arguments, ranks, tree) or (ranks if len(here) == experts * ranks else 1)
+    shared: dict[str, dict[int, list[TensorRef]]] = {}
+    own: dict[str, dict[int, list[TensorRef]]] = {}
+    grouped: dict[str, dict[int, dict[int, TensorRef]]] = {}
     for (tensor, expert), part in here.items():
         local = _local_experts(part)
         for name, ref in part.items():
             if match := _EXPERT.fullmatch(name):
                 number = expert * local + int(match["e"] or match["e2"])
                 head, tail = match["head"] or match["head2"], match["tail"] or match["tail2"]
-                own.setdefault(f"{head}{number}{tail}", {}).setdefault(0, {})[tensor if cut else 0] = ref
+                own.setdefault(f"{head}{number}{tail}", {}).setdefault(tensor % cut, []).append(ref)
             elif ".mlp.experts.weight" in name:
-                own.setdefault(name, {}).setdefault(expert, {})[tensor if cut else 0] = ref
+                grouped.setdefault(name, {}).setdefault(expert, {})[tensor % cut] = ref
             else:
-                shared.setdefault(name, {}).setdefault(tensor, ref)
-    for name, parts in shared.items():
-        if set(parts) != set(range(ranks)):
-            msg = f"{tree.label}: {name} is in the files of tensor-parallel ranks {sorted(parts)} of {ranks}"
-            raise CorruptCheckpointError(msg, hint="files of two saves are mixed")
-        yield _global(name, first_layer), join_parts(name, [parts[k] for k in range(ranks)], arguments, tree.label)
-    for name, by_expert in own.items():
-        if ".mlp.experts.weight" in name:
-            fused = name.replace("experts.weight1", "experts.gate_up_proj").replace(
-                "experts.weight2", "experts.down_proj"
-            )
-            yield _global(fused, first_layer), _grouped(name, by_expert, experts, arguments, tree)
-            continue
-        parts = by_expert[0]
-        yield _global(name, first_layer), join_parts(name, [parts[k] for k in sorted(parts)], arguments, tree.label)
+                shared.setdefault(name, {}).setdefault(tensor, []).append(ref)
+    for wanted, found in ((ranks, shared), (cut, own)):
+        for name, parts in found.items():
+            if set(parts) != set(range(wanted)):
+                msg = f"{tree.label}: {name} is in the files of tensor-parallel ranks {sorted(parts)} of {wanted}"
+                raise CorruptCheckpointError(msg, hint="files of two saves are mixed")
+            yield _global(name, first_layer), _with_copies(name, [parts[k] for k in range(wanted)], arguments, tree)
+    for name, by_expert in grouped.items():
+        fused = name.replace("experts.weight1", "experts.gate_up_proj").replace("experts.weight2", "experts.down_proj")
+        yield _global(fused, first_layer), _grouped(name, by_expert, experts, arguments, tree)
+
+
+def _with_copies(
+    name: str, parts: Sequence[Sequence[TensorRef]], arguments: Mapping[str, Any], tree: ByteTree
+) -> TensorRef:
+    """The tensor of the first file of each part; what other files hold too are its copies."""
+    first, *copies = (
+        join_parts(name, [refs[min(k, len(refs) - 1)] for refs in parts], arguments, tree.label)
+        for k in range(max(map(len, parts)))
+    )
+    tables = [first.replicas] if first.replicas is not None else []
+    for copy in copies:
+        if (copy.dtype, copy.shape) != (first.dtype, first.shape):
+            two = f"{first.dtype} {list(first.shape)} and {copy.dtype} {list(copy.shape)}"
+            raise CorruptCheckpointError(f"{tree.label}: {name} is {two}", hint="files of two saves are mixed")
+        tables.append(copy.shards)
+    replicas = stacked(tables, len(first.shape)) if tables else None
+    return TensorRef(first.name, first.dtype, first.shape, first.shards, replicas, first.stored)
 
 
 def _grouped(

@@ -7,7 +7,8 @@
                  with q_lora_rank and kv_lora_rank of the arguments
 
 Facts: megatron-core 0.5 to 0.19, source and real files. Query-key-value is joined by plain concatenation and taken
-apart afterwards, since a rank's part may end inside a group.
+apart afterwards, since a rank's part may end inside a group; where ranks share a group and each has a copy of its
+key and value, the number of rows tells so.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def join_parts(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, An
     if name.endswith("output_layer.weight") and first.shape[0] == 1:
         return _whole(name, parts, where)  # a value head is not cut
     if _ROWS.fullmatch(name):
-        return _along(name, parts, 0, where)
+        repeated = _repeated_groups(name, parts, arguments) if ".linear_qkv." in name else None
+        return repeated or _along(name, parts, 0, where)
     if _COLUMNS.fullmatch(name):
         return _along(name, parts, 1, where)
     if _WHOLE.fullmatch(name):
@@ -92,6 +94,35 @@ def _along(name: str, parts: Sequence[TensorRef], dim: int, where: str) -> Tenso
         at += part.shape[dim]
     shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
     return TensorRef(name, first.dtype, shape, stacked(tables, len(shape)))
+
+
+def _repeated_groups(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, Any]) -> TensorRef | None:
+    """More ranks than groups, each with its queries and a copy of its group's key and value; None for any other cut.
+
+    The rows tell: `heads + 2 * ranks` heads rather than `heads + 2 * groups`.
+    """
+    heads, groups, width = (arguments.get(key) for key in ("num_attention_heads", "num_query_groups", "kv_channels"))
+    if type(heads) is not int or type(groups) is not int or type(width) is not int or min(heads, groups, width) < 1:
+        return None
+    ranks, first = len(parts), parts[0]
+    each = (heads // ranks + 2) * width
+    if ranks <= groups or ranks % groups or heads % ranks or any(part.shape[:1] != (each,) for part in parts):
+        return None
+    if any(part.shape != first.shape for part in parts):
+        raise CorruptCheckpointError(f"{name} has other columns on some ranks", hint=_MIXED)
+    share, sharing = heads // ranks * width, ranks // groups
+    rest = (0,) * (len(first.shape) - 1)
+    tables: list[ShardTable] = []
+    copies: list[ShardTable] = []
+    for rank, part in enumerate(parts):
+        group, own = divmod(rank, sharing)
+        at = group * (heads // groups + 2) * width
+        size, end = part.dtype.itemsize, at + (heads // groups + 2) * width
+        tables.append(moved(rows_of(part.shards, 0, share, size), (at + own * share, *rest)))
+        both = moved(rows_of(part.shards, share, each, size), (end - 2 * width, *rest))
+        (copies if own else tables).append(both)
+    shape = ((heads + 2 * groups) * width, *first.shape[1:])
+    return TensorRef(name, first.dtype, shape, stacked(tables, len(shape)), stacked(copies, len(shape)))
 
 
 def _halves(name: str, parts: Sequence[TensorRef]) -> TensorRef:

@@ -1,0 +1,409 @@
+"""Section G: Megatron layouts. The numbers are those of the collection of cases."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from merge_stream import cli
+from merge_stream.api import merge
+from merge_stream.errors import CheckpointError, CorruptCheckpointError, MergeStreamError
+from merge_stream.options import MergeOptions
+from merge_stream.report import Report
+from tests.cases.naive import assert_holds
+from tests.formats.naive import DATA
+from tests.formats.test_deepspeed import content
+from tests.makers.megatron_files import Llama, fused, llama, tensor_part, write_dist, write_ranks
+
+Tensors = dict[str, torch.Tensor]
+
+
+def merged(folder: pathlib.Path, **options: Any) -> Report:
+    return merge(folder / "ckpt", folder / "out", MergeOptions(base_model=str(folder / "hf"), **options))
+
+
+def refused(folder: pathlib.Path, kind: type[MergeStreamError]) -> str:
+    with pytest.raises(kind) as caught:
+        merged(folder)
+    assert not (folder / "out").exists()
+    assert caught.value.hint
+    return str(caught.value)
+
+
+def cut(tensors: Tensors, ranks: int) -> dict[tuple[int, ...], Tensors]:
+    """The state of each tensor-parallel rank."""
+    return {
+        (rank,): {name: tensor_part(name, tensor, rank, ranks) for name, tensor in tensors.items()}
+        for rank in range(ranks)
+    }
+
+
+def arguments(of: Llama, **more: Any) -> dict[str, Any]:
+    return {
+        "num_attention_heads": of.heads,
+        "num_query_groups": of.groups,
+        "kv_channels": of.width,
+        "swiglu": True,
+        **more,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- 75, 76
+
+
+@pytest.mark.parametrize("layout", ["dist", "ranks"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
+def test_case_075_query_key_value_are_taken_apart_by_group(
+    tmp_path: pathlib.Path, heads: int, groups: int, bias: bool, layout: str
+) -> None:
+    of = Llama(heads=heads, groups=groups, bias=bias, layers=2)
+    tensors = llama(of)
+    if layout == "dist":
+        write_dist(tmp_path, fused(tensors, of), of.config)
+    else:
+        write_ranks(tmp_path, cut(fused(tensors, of), 1), arguments(of), of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_case_075_the_rows_of_a_group_are_q_q_k_v(tmp_path: pathlib.Path) -> None:
+    """By hand: 4 heads, 2 groups, rows of a number each; no maker has a say in what is expected."""
+    of = Llama()
+    fused_rows = fused(llama(of), of)
+    fused_rows["decoder.layers.0.self_attention.linear_qkv.weight"] = (
+        torch.arange(32, dtype=torch.float32).reshape(32, 1).expand(32, 16)
+    )
+    write_dist(tmp_path, fused_rows, of.config)
+    merged(tmp_path)
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    rows = {x: found[f"model.layers.0.self_attn.{x}_proj.weight"][:, 0].int().tolist() for x in "qkv"}
+    assert rows == {
+        "q": [*range(8), *range(16, 24)],
+        "k": [*range(8, 12), *range(24, 28)],
+        "v": [*range(12, 16), *range(28, 32)],
+    }
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_case_076_a_rank_that_ends_inside_a_group(tmp_path: pathlib.Path, bias: bool) -> None:
+    """8 heads, 2 groups, 4 ranks: each has a slice of the whole interleaved matrix."""
+    of = Llama(heads=8, groups=2, hidden=32, bias=bias)
+    tensors = llama(of)
+    write_ranks(tmp_path, cut(fused(tensors, of), 4), arguments(of, tensor_model_parallel_size=4), of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", tensors)
+
+
+def repeated_groups(tensors: Tensors, of: Llama, ranks: int) -> dict[tuple[int, ...], Tensors]:
+    """More ranks than groups: each has its query heads, and a copy of the key and the value of their group."""
+    states = cut(fused(tensors, of), ranks)
+    share, width = of.heads // ranks, of.width
+    for rank in range(ranks):
+        for leaf in ("weight", "bias") if of.bias else ("weight",):
+            q, k, v = (tensors[f"model.layers.0.self_attn.{x}_proj.{leaf}"] for x in "qkv")
+            group = rank * of.groups // ranks
+            parts = [q[rank * share * width : (rank + 1) * share * width]]
+            parts += [part[group * width : (group + 1) * width] for part in (k, v)]
+            states[rank,][f"decoder.layers.0.self_attention.linear_qkv.{leaf}"] = torch.cat(parts)
+    return states
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_case_076_key_and_value_repeated_on_the_ranks_of_a_group(tmp_path: pathlib.Path, bias: bool) -> None:
+    of = Llama(heads=8, groups=2, hidden=32, bias=bias)
+    tensors = llama(of)
+    states = repeated_groups(tensors, of, 4)
+    write_ranks(tmp_path, states, arguments(of, tensor_model_parallel_size=4), of.config)
+    report = merged(tmp_path, check_replicas=True)
+    assert not report.warnings
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_case_076_copies_of_a_group_that_differ_are_told(tmp_path: pathlib.Path) -> None:
+    of = Llama(heads=8, groups=2, hidden=32)
+    tensors = llama(of)
+    states = repeated_groups(tensors, of, 4)
+    states[3,]["decoder.layers.0.self_attention.linear_qkv.weight"][-1] += 2
+    write_ranks(tmp_path, states, arguments(of, tensor_model_parallel_size=4), of.config)
+    report = merged(tmp_path, check_replicas=True)
+    assert any("linear_qkv" in warning and "max abs 2" in warning for warning in report.warnings)
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_case_076_rows_that_fit_neither_way_are_refused(tmp_path: pathlib.Path) -> None:
+    of = Llama(heads=8, groups=2, hidden=32)
+    states = cut(fused(llama(of), of), 4)
+    for state in states.values():
+        name = "decoder.layers.0.self_attention.linear_qkv.weight"
+        state[name] = state[name][:-1].clone()
+    write_ranks(tmp_path, states, arguments(of, tensor_model_parallel_size=4), of.config)
+    assert "linear_qkv.weight has 44 rows" in refused(tmp_path, CheckpointError)
+
+
+# ---------------------------------------------------------------------------------------------------- 77, 79
+
+
+@pytest.mark.parametrize("leaf", ["weight", "bias"])
+def test_case_077_gate_and_up_of_each_rank(tmp_path: pathlib.Path, leaf: str) -> None:
+    """Ranks hold [g0; u0] and [g1; u1]."""
+    of = Llama(mlp_bias=True)
+    tensors = llama(of)
+    here, there = "decoder.layers.0.mlp.linear_fc1", "model.layers.0.mlp"
+    biases = {f"{there}.{x}_proj.bias": torch.arange(n, n + 8.0) for n, x in ((100, "gate"), (200, "up"))}
+    biases[f"{there}.down_proj.bias"] = torch.arange(16.0)
+    whole = fused(tensors, of) | {"decoder.layers.0.mlp.linear_fc2.bias": biases[f"{there}.down_proj.bias"]}
+    whole[f"{here}.bias"] = torch.cat([biases[f"{there}.gate_proj.bias"], biases[f"{there}.up_proj.bias"]])
+    states = cut(whole, 2)
+    gate, up = ((tensors | biases)[f"{there}.{x}_proj.{leaf}"] for x in ("gate", "up"))
+    assert torch.equal(states[0,][f"{here}.{leaf}"], torch.cat([gate[:4], up[:4]]))
+    assert torch.equal(states[1,][f"{here}.{leaf}"], torch.cat([gate[4:], up[4:]]))
+    write_ranks(tmp_path, states, arguments(of, tensor_model_parallel_size=2), of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", tensors | biases)
+
+
+def test_case_077_a_distributed_checkpoint_has_all_gates_first(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    tensors = llama(of)
+    write_dist(tmp_path, fused(tensors, of), of.config, arguments(of, tensor_model_parallel_size=2))
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", tensors)
+
+
+def padded(tensors: Tensors, rows: int) -> Tensors:
+    return {
+        name: torch.cat([tensor, torch.full((rows - len(tensor), tensor.shape[1]), 7.0)])
+        if name in {"embedding.word_embeddings.weight", "output_layer.weight"}
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("layout", ["dist", "ranks"])
+def test_case_079_rows_of_padding_are_cut_off_and_told(tmp_path: pathlib.Path, layout: str) -> None:
+    of = Llama(vocabulary=1000)
+    tensors = llama(of)
+    whole = padded(fused(tensors, of), 1024)
+    if layout == "dist":
+        write_dist(tmp_path, whole, of.config)
+    else:
+        write_ranks(tmp_path, cut(whole, 2), arguments(of, tensor_model_parallel_size=2), of.config)
+    report = merged(tmp_path)
+    assert any("1024 rows are a vocabulary of 1000 with padding" in note for note in report.notes)
+    assert_holds(tmp_path / "out", tensors)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 1000
+
+
+def test_case_079_fewer_rows_than_the_config_says_are_refused(tmp_path: pathlib.Path) -> None:
+    of = Llama(vocabulary=1000)
+    write_dist(tmp_path, fused(llama(of), of), of.config | {"vocab_size": 1024})
+    assert "1000 rows" in refused(tmp_path, CheckpointError)
+
+
+# ---------------------------------------------------------------------------------------------------- 81, 83
+
+
+def stages(tensors: Tensors, counts: list[int]) -> list[Tensors]:
+    """What each stage holds: layers with numbers of its own, embedding first, norm and head last."""
+    made: list[Tensors] = []
+    first = 0
+    for stage, count in enumerate(counts):
+        state: Tensors = {}
+        for name, tensor in tensors.items():
+            parts = name.split(".")
+            parts = name.split(".")
+            is_end = name.startswith("decoder.final") or parts[0] == "output_layer"
+            if (parts[0] == "embedding" and stage == 0) or (is_end and stage == len(counts) - 1):
+                state[name] = tensor
+            elif parts[1] == "layers" and first <= int(parts[2]) < first + count:
+                state[".".join(["decoder", "layers", str(int(parts[2]) - first), *parts[3:]])] = tensor
+        made.append(state)
+        first += count
+    return made
+
+
+@pytest.mark.parametrize("counts", [[2, 3, 2], [3, 4, 0], [0, 7, 0]], ids=str)
+def test_case_081_uneven_pipeline_stages(tmp_path: pathlib.Path, counts: list[int]) -> None:
+    """Layer numbers begin with 0 on each stage; a stage may hold none."""
+    of = Llama(layers=7)
+    tensors = llama(of)
+    states = {(0, stage): state for stage, state in enumerate(stages(fused(tensors, of), counts))}
+    write_ranks(tmp_path, states, arguments(of, pipeline_model_parallel_size=3), of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", tensors)
+
+
+@pytest.mark.parametrize("counts", [[2, 1, 2, 2], [1, 3, 2, 1]], ids=str)
+def test_case_081_virtual_stages(tmp_path: pathlib.Path, counts: list[int]) -> None:
+    """Two pipeline ranks of two virtual stages: chunk 1 of rank 0 comes behind chunk 0 of rank 1."""
+    of = Llama(layers=7)
+    tensors = llama(of)
+    chunks = stages(fused(tensors, of), counts)
+    states = {(0, rank): [chunks[rank], chunks[2 + rank]] for rank in (0, 1)}
+    sizes = arguments(of, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    write_ranks(tmp_path, states, sizes, of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_case_081_a_stage_with_a_gap_in_its_numbers_is_refused(tmp_path: pathlib.Path) -> None:
+    of = Llama(layers=7)
+    states = {(0, stage): state for stage, state in enumerate(stages(fused(llama(of), of), [2, 3, 2]))}
+    for name in [name for name in states[0, 1] if name.startswith("decoder.layers.1.")]:
+        del states[0, 1][name]
+    write_ranks(tmp_path, states, arguments(of, pipeline_model_parallel_size=3), of.config)
+    assert "stage 1 holds layers [0, 2]" in refused(tmp_path, CorruptCheckpointError)
+
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "moe_intermediate_size": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def mixture(of: Llama) -> tuple[Tensors, Tensors, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A Qwen3-MoE of one layer: its tensors, those of Megatron but the experts, (fc1, fc2) of each expert."""
+    tensors, whole = llama(of), fused(llama(of), of)
+    here, there = "decoder.layers.0", "model.layers.0"
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        del tensors[f"{there}.mlp.{name}.weight"]
+    whole[f"{here}.pre_mlp_layernorm.weight"] = whole.pop(f"{here}.mlp.linear_fc1.layer_norm_weight")
+    del whole[f"{here}.mlp.linear_fc1.weight"], whole[f"{here}.mlp.linear_fc2.weight"]
+    for x in "qk":
+        norm = torch.arange(4.0) + 5000 * ("kq".index(x) + 1)
+        tensors[f"{there}.self_attn.{x}_norm.weight"] = whole[f"{here}.self_attention.{x}_layernorm.weight"] = norm
+    router = torch.arange(64.0).reshape(4, 16)
+    tensors[f"{there}.mlp.gate.weight"] = whole[f"{here}.mlp.router.weight"] = router
+    experts = []
+    for e in range(4):
+        gate, up, down = (torch.arange(128.0) + 10_000 + 1000 * (3 * e + k) for k in range(3))
+        gate, up, down = gate.reshape(8, 16), up.reshape(8, 16), down.reshape(16, 8)
+        for name, tensor in (("gate", gate), ("up", up), ("down", down)):
+            tensors[f"{there}.mlp.experts.{e}.{name}_proj.weight"] = tensor
+        experts.append((torch.cat([gate, up]), down))
+    return tensors, whole, experts
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "expert_tensor"),
+    [(4, 2, 2), (2, 2, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 4, 1), (4, 1, 2), (4, 1, 1), (4, 4, 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("spelling", ["grouped", "sequential"])
+def test_case_083_experts_over_expert_and_expert_tensor_ranks(
+    tmp_path: pathlib.Path, tensor: int, expert: int, expert_tensor: int, spelling: str
+) -> None:
+    """The processes of a job of the smallest size that has all of them; each writes a file by its ranks."""
+    of = Llama(**MIXTURE)
+    tensors, whole, experts = mixture(of)
+    states: dict[tuple[int, ...], Tensors] = {}
+    for process in range(max(tensor, expert * expert_tensor)):
+        at, e_rank, part = process % tensor, process // expert_tensor % expert, process % expert_tensor
+        state = {name: tensor_part(name, value, at, tensor) for name, value in whole.items()}
+        local = 4 // expert
+        for k in range(local):
+            for n, value in enumerate(experts[e_rank * local + k]):
+                name = f"linear_fc{n + 1}.weight{k}" if spelling == "grouped" else f"local_experts.{k}.linear_fc{n + 1}"
+                name = f"decoder.layers.0.mlp.experts.{name}" + (".weight" if spelling == "sequential" else "")
+                state[name] = tensor_part(f"linear_fc{n + 1}.weight", value, part, expert_tensor)
+        states[(at, e_rank) if expert > 1 else (at,)] = state
+    sizes = {
+        "tensor_model_parallel_size": tensor,
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": expert_tensor,
+        "num_experts": 4,
+    }
+    write_ranks(tmp_path, states, arguments(of, **sizes), of.config)
+    report = merged(tmp_path, check_replicas=True)
+    assert not report.warnings
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_case_083_a_part_of_the_grid_that_is_missing(tmp_path: pathlib.Path) -> None:
+    """Of TP 4, EP 2, ETP 2 (four files), one is lost: no other file holds that half of those experts."""
+    of = Llama(**MIXTURE)
+    _, whole, experts = mixture(of)
+    states: dict[tuple[int, ...], Tensors] = {}
+    for process in range(4):
+        state = {name: tensor_part(name, value, process, 4) for name, value in whole.items()}
+        for k in (0, 1):
+            for n, value in enumerate(experts[process // 2 * 2 + k]):
+                name = f"decoder.layers.0.mlp.experts.linear_fc{n + 1}.weight{k}"
+                state[name] = tensor_part(f"linear_fc{n + 1}.weight", value, process % 2, 2)
+        states[process, process // 2] = state
+    states[1, 1] = states.pop((1, 0))
+    sizes = {
+        "tensor_model_parallel_size": 4,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "num_experts": 4,
+    }
+    write_ranks(tmp_path, states, arguments(of, **sizes), of.config)
+    assert "lacks" in refused(tmp_path, CheckpointError)
+
+
+# ---------------------------------------------------------------------------------------------------- 86 to 92
+
+
+def test_case_086_norms_stand_in_their_places(tmp_path: pathlib.Path) -> None:
+    """Two-norm families here; those of four norms are in tests/formats/test_megatron_families.py."""
+    of = Llama(layers=2)
+    tensors = llama(of)
+    norms = [name for name in tensors if "norm" in name]
+    assert len({tuple(tensors[name].tolist()) for name in norms}) == len(norms) == 5
+    write_dist(tmp_path, fused(tensors, of), of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_case_090_uneven_pieces_of_megatron_fsdp(tmp_path: pathlib.Path) -> None:
+    """A real save: dim 0 cut where a flat buffer ended, halves of fc1 under names of their own."""
+    case = DATA / "megatron" / "fsdp_llama_dp2"
+    options = ["--base-model", str(case / "hf"), "-q"]
+    assert cli.run(["merge", str(case / "ckpt"), str(tmp_path / "out"), *options]) == 0
+    assert content(tmp_path / "out") == content(case / "expected")
+
+
+def drifted(of: Llama) -> tuple[Tensors, dict[tuple[int, ...], Tensors], str]:
+    tensors = llama(of)
+    states = cut(fused(tensors, of), 2)
+    name = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+    states[1,][name] = states[1,][name] + 0.5
+    return tensors, states, name
+
+
+def test_case_092_norms_that_drifted_apart_are_rank_0s(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    tensors, states, _ = drifted(of)
+    write_ranks(tmp_path, states, arguments(of, tensor_model_parallel_size=2), of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_case_092_the_largest_difference_is_told(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    tensors, states, _ = drifted(of)
+    write_ranks(tmp_path, states, arguments(of, tensor_model_parallel_size=2), of.config)
+    report = merged(tmp_path, check_replicas=True)
+    assert any("layer_norm" in warning and "max abs 0.5" in warning for warning in report.warnings)
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_case_092_strict_refuses_copies_that_differ(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    _, states, _ = drifted(of)
+    write_ranks(tmp_path, states, arguments(of, tensor_model_parallel_size=2), of.config)
+    with pytest.raises(MergeStreamError):
+        merged(tmp_path, check_replicas=True, strict=True)
