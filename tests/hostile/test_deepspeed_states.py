@@ -126,7 +126,9 @@ def test_ranks_that_list_the_parameters_in_another_order_are_refused(tmp_path: P
     assert "lists other parameters" in refusal(ckpt, tmp_path)
 
 
-@pytest.mark.parametrize("shape", [(2**62, 4), (2**63,), (2**31, 2**31, 2**31), (-1, 5), (5.0,), "5", None])
+@pytest.mark.parametrize(
+    "shape", [(2**62, 4), (2**63,), (2**31, 2**31, 2**31), (-1, 5), (5.0,), "5", None, (1,) * 3000]
+)
 def test_shapes_that_no_flat_tensor_fills(ckpt: Path, tmp_path: Path, shape: object) -> None:
     for path in ckpt.glob("*model_states.pt"):
         changed(path, lambda state: state["param_shapes"][0].update({"model.b": shape}))

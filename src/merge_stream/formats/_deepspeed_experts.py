@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
@@ -23,10 +24,10 @@ from merge_stream.formats._deepspeed_files import DeepSpeedFiles, missing_text
 from merge_stream.formats._deepspeed_local import LocalModel, plain_ref, widened
 from merge_stream.formats._deepspeed_states import OptimStates, Shape, StatesFile, tensors_in
 from merge_stream.formats._zero3_experts import experts_of, place_stack
-from merge_stream.formats._zero_masters import flat_masters
+from merge_stream.formats._zero_masters import Masters, flat_masters
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.dtype import F32
-from merge_stream.tensors.ref import ShardTable, TensorRef
+from merge_stream.tensors.ref import TensorRef
 from merge_stream.tensors.tables import deeper, moved, stacked
 
 __all__ = ["add_experts", "fuse_autoep"]
@@ -46,16 +47,16 @@ def add_experts(
     weights, counts, read = _read(files, table)
     _require_experts(files, counts, model)
     _stack_files(weights)
-    masters: dict[str, tuple[Shape, ShardTable]] = {}
+    masters: Masters = {}
     if options.weights != "module":
         masters = _masters(parts[0].optim, parts[0], weights)
     for name, ref in weights.items():
         if name in masters:
-            shape, rows = masters.pop(name)
-            if shape != ref.shape:
-                msg = f"{name} is {list(ref.shape)} in its expert file, {list(shape)} among the masters"
+            master = masters.pop(name)
+            if master.shape != ref.shape:
+                msg = f"{name} is {list(ref.shape)} in its expert file, {list(master.shape)} among the masters"
                 raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
-            model.tensors[name] = TensorRef(name, F32, shape, rows)
+            model.tensors[name] = master
             if ref.dtype != F32:
                 model.twins[name] = ref
         else:
@@ -103,11 +104,9 @@ def _require_experts(files: DeepSpeedFiles, counts: Counter[int], model: LocalMo
         raise IncompleteShardsError(msg, hint=_COPY)
 
 
-def _masters(
-    optim: Sequence[OptimStates], part: LocalModel, weights: Mapping[str, TensorRef]
-) -> dict[str, tuple[Shape, ShardTable]]:
+def _masters(optim: Sequence[OptimStates], part: LocalModel, weights: Mapping[str, TensorRef]) -> Masters:
     """Masters of all experts by global name."""
-    found: dict[str, tuple[Shape, ShardTable]] = {}
+    found: Masters = {}
     if not optim:
         return found
     listed = part.states.groups if part.states else None
@@ -134,9 +133,9 @@ def _masters(
                 local = {name: weights[name].shape for name in names}
             for name, master in flat_masters(group, local, own).items():
                 if name in names:
-                    found[names[name]] = master
+                    found[names[name]] = replace(master, name=names[name])
                 else:
-                    place_stack(found, name, master, experts_of(part.states, name, master[0], rank), ranks)
+                    place_stack(found, master, experts_of(part.states, name, master.shape, rank), ranks)
     return found
 
 

@@ -146,7 +146,7 @@ def _stated(tree: ByteTree, name: str) -> str:
 
 
 def files_of(tree: ByteTree, folder: str) -> DeepSpeedFiles:
-    """All files of the tag in `folder`; CorruptCheckpointError when two names say the same rank."""
+    """All files of the tag in `folder`; CorruptCheckpointError when two names say the same rank, or two stages."""
     here = tree.subtree(folder)
     files = DeepSpeedFiles(folder or tree.label.rstrip("/").rpartition("/")[2], here)
     for name in here.files:
@@ -162,6 +162,10 @@ def files_of(tree: ByteTree, folder: str) -> DeepSpeedFiles:
             _put(files.experts, (int(match[1] or -1), int(match[2]), int(match[3])), name, here)
         elif match := _UNIVERSAL.fullmatch(name):
             files.universal[match[1]] = name
+    if files.module and files.zero3:
+        two = f"{next(iter(files.module.values()))} (stage 0, 1, 2) and {next(iter(files.zero3.values()))} (stage 3)"
+        msg = f"{here.label} holds {two}, which no save writes both"
+        raise CorruptCheckpointError(msg, hint="two saves went into one folder: remove the files of the older one")
     return files
 
 

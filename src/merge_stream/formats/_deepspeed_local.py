@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from merge_stream.containers.torch_tensor import PlainTensor
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
@@ -71,11 +71,12 @@ def read_local_models(files: DeepSpeedFiles, table: FileTable, options: OpenOpti
         kind = "optimizer states" if files.optim else "layer files"
         msg = f"{files.tree.label} holds {kind}, but no *_model_states.pt of a rank, which has the names and shapes"
         raise IncompleteShardsError(msg, hint=_COPY)
-    if ranks != list(range(len(ranks))):
-        missing = missing_text(ranks, max(ranks))
+    others = {*(rank.mp for rank in files.optim), *(mp for _, _, mp in files.experts), *ranks}
+    if missing := missing_text(ranks, max(others) + 1):
         msg = f"{files.tree.label} has model states of model-parallel ranks {ranks_text(ranks)}, not of {missing}"
         raise IncompleteShardsError(msg, hint=_COPY)
     models = {mp: _read(files, table, options, mp) for mp in ranks}
+    _require_same_save([model.states for model in models.values() if model.states is not None])
     _require_same_step(models)
     return models
 
@@ -143,22 +144,21 @@ def _module_first(
             model.notes.append("the checkpoint holds no fp32 masters: its 16-bit weights are merged as they are")
         model.tensors = refs
         return model
-    model.facts["weights"] = "fp32 masters"
+    model.facts["weights"] = _masters_text(optim)
     for alias, owner in _aliases(states).items():
         if owner in masters:
-            masters.setdefault(alias, masters[owner])
+            masters.setdefault(alias, replace(masters[owner], name=alias))
     if states.module is not None:
         _require_shapes(masters, refs, states.source.where)
     trained = set(masters)
     for name, ref in refs.items():
         if name in masters:
-            model.tensors[name] = TensorRef(name, F32, *masters.pop(name))
+            model.tensors[name] = masters.pop(name)
             if ref.dtype == F32 or _is_narrow(ref.dtype):
                 model.twins[name] = ref
         else:
             model.tensors[name] = widened(ref)
-    for name, (shape, rows) in masters.items():
-        model.tensors[name] = TensorRef(name, F32, shape, rows)
+    model.tensors |= masters
     model.frozen |= {name for name in refs if name not in trained and name not in states.buffers}
     return model
 
@@ -171,13 +171,20 @@ def _masters(files: DeepSpeedFiles, mp: int, states: ModelStates, optim: Mapping
             raise IncompleteShardsError(msg, hint=f"{_COPY}; {_MODULE}")
         return unpartitioned_masters(states)
     groups = max(len(rank.flats) for rank in optim.values())
+    _require_stage(optim, states, stage3=False)
     _require_ranks(files, mp, optim)
+    ranks = [optim[dp] for dp in sorted(optim)]
+    if states.groups is not None and len(states.groups) != groups:
+        msg = (
+            f"{states.source.where} lists the parameters of {len(states.groups)} groups, "
+            f"{ranks[0].source.where} has the masters of {groups}"
+        )
+        raise CorruptCheckpointError(msg, hint="files of two runs are mixed: copy all files of one save again")
     masters: Masters = {}
     for group in range(groups):
-        ranks = [optim[dp] for dp in sorted(optim)]
         if _is_expert_group(ranks[0], group):
             continue  # `_deepspeed_experts`
-        if states.groups is not None and group < len(states.groups):
+        if states.groups is not None:
             masters |= flat_masters(group, states.groups[group], ranks)
         else:
             shapes = {name: tensor.shape for name, tensor in (states.module or {}).items()}
@@ -205,10 +212,11 @@ def _aliases(states: ModelStates) -> dict[str, str]:
 
 
 def _require_shapes(masters: Masters, refs: Mapping[str, TensorRef], where: str) -> None:
-    for name, (shape, _) in masters.items():
+    for name, master in masters.items():
         ref = refs.get(name)
-        if ref is not None and ref.shape != shape:
-            msg = f"{where}: {name} has shape {list(ref.shape)} in `module`, but {list(shape)} in the optimizer's list"
+        if ref is not None and ref.shape != master.shape:
+            two = f"{list(ref.shape)} in `module`, but {list(master.shape)} in the optimizer's list"
+            msg = f"{where}: {name} has shape {two}"
             raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
 
 
@@ -233,6 +241,7 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
     if not optim:
         msg = f"{files.tree.label} has no optimizer states, which hold the weights of ZeRO stage 3"
         raise IncompleteShardsError(msg, hint=_COPY)
+    _require_stage(optim, first, stage3=True)
     _require_ranks(files, mp, optim)
     if set(names) != set(optim):
         msg = (
@@ -246,12 +255,11 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
         if _in_order(other) != _in_order(first) or other.frozen_shapes != first.frozen_shapes:
             msg = f"{other.source.where} lists other parameters than {first.source.where}"
             raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
+    _require_same_save(states)
     model = LocalModel(states=first, facts=_facts(first, optim))
-    model.facts["weights"] = "fp32 masters"
+    model.facts["weights"] = _masters_text(optim)
     model.ignored["Python value"] += first.other
-    masters = stage3_masters_of_all(states, [optim[dp] for dp in sorted(optim)])
-    for name, (shape, rows) in masters.items():
-        model.tensors[name] = TensorRef(name, F32, shape, rows)
+    model.tensors |= stage3_masters_of_all(states, [optim[dp] for dp in sorted(optim)])
     for name, shape in first.frozen_shapes.items():
         model.tensors.setdefault(name, widened(frozen_of(name, shape, states)))
         model.frozen.add(name)
@@ -312,6 +320,16 @@ def _fill_from_module(model: LocalModel, states: ModelStates) -> None:
 # ------------------------------------------------------------------------------------------- checks
 
 
+def _require_stage(optim: Mapping[int, OptimStates], states: ModelStates, *, stage3: bool) -> None:
+    """Stage 3 lays its masters out in another way, and the sizes may be the same."""
+    for rank in optim.values():
+        if (rank.stage == 3) != stage3:
+            stage = "no ZeRO stage" if rank.stage is None else f"ZeRO stage {rank.stage}"
+            other = "stage 3" if stage3 else "stage 0, 1 or 2"
+            msg = f"{rank.source.where} is of {stage}, but {states.source.where} of {other}"
+            raise CorruptCheckpointError(msg, hint="files of two runs are mixed: copy all files of one save again")
+
+
 def _require_ranks(files: DeepSpeedFiles, mp: int, optim: Mapping[int, OptimStates]) -> None:
     """As many ranks as the flat tensors were cut into, and one step."""
     ranks = [optim[dp] for dp in sorted(optim)]
@@ -321,6 +339,7 @@ def _require_ranks(files: DeepSpeedFiles, mp: int, optim: Mapping[int, OptimStat
             ("groups of masters", len(first.flats), len(other.flats)),
             ("ZeRO stage", first.stage, other.stage),
             ("partition_count", first.partitions, other.partitions),
+            ("masters of type", first.dtype, other.dtype),
         ):
             if one != two:
                 msg = f"{first.source.where} has {what} {one}, {other.source.where} {two}"[:600]
@@ -338,6 +357,17 @@ def _require_ranks(files: DeepSpeedFiles, mp: int, optim: Mapping[int, OptimStat
         raise CorruptCheckpointError(msg, hint="files of an earlier, larger run are mixed in: remove them")
 
 
+def _require_same_save(states: Sequence[ModelStates]) -> None:
+    """What every file of a save says alike: its step, and the size of the run."""
+    first = states[0]
+    for other in states[1:]:
+        for key in ("global_steps", "dp_world_size", "mp_world_size"):
+            one, two = first.number(key), other.number(key)
+            if one != two:
+                msg = f"{first.source.where} has {key} {one}, {other.source.where} {two}: files of two saves are mixed"
+                raise CorruptCheckpointError(msg, hint="copy all files of one save again")
+
+
 def _require_same_step(models: Mapping[int, LocalModel]) -> None:
     """No trace but the optimizer's step tells files of two saves apart."""
     known: tuple[str, frozenset[int]] | None = None
@@ -353,6 +383,11 @@ def _require_same_step(models: Mapping[int, LocalModel]) -> None:
                     "files of two saves are mixed"
                 )
                 raise CorruptCheckpointError(msg, hint="copy all files of one save again")
+
+
+def _masters_text(optim: Mapping[int, OptimStates]) -> str:
+    dtype = next((rank.dtype for rank in optim.values()), F32)
+    return "fp32 masters" if dtype == F32 else f"{dtype} masters, widened to fp32"
 
 
 def _text(steps: Iterable[int]) -> str:

@@ -66,6 +66,13 @@ def degrees(models: Mapping[int, LocalModel], files: DeepSpeedFiles) -> tuple[in
     stated = states.state.get("checkpoint_parallel_dimensions") if states else None
     pipeline, tensor = (stated.get("pp_degree"), stated.get("tp_degree")) if isinstance(stated, dict) else (None, None)
     if type(pipeline) is not int or type(tensor) is not int or pipeline < 1 or tensor < 1:
+        wanted = (states.number("mp_world_size") if states else None) or 1
+        if len(models) % wanted or (len(models) != wanted and not files.layers):
+            msg = (
+                f"{files.tree.label} has model states of {len(models)} model-parallel ranks, but the run had {wanted} "
+                "(mp_world_size)"
+            )
+            raise IncompleteShardsError(msg, hint="copy all mp_rank_* files here, and no others")
         tensor = max((model for _, model in files.layers), default=0) + 1 if files.layers else len(models)
         if len(models) % tensor:
             msg = f"{files.tree.label}: {len(models)} model-parallel ranks are no multiple of {tensor}"

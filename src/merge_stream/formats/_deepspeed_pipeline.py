@@ -50,8 +50,7 @@ def add_sliced_masters(part: LocalModel, layers: LocalModel) -> None:
     named = [name for rank in part.optim for group in rank.slices or () for name in group]
     shapes |= _tied_shapes(named, shapes)
     for group in range(max(len(rank.flats) for rank in part.optim)):
-        for name, (shape, rows) in sliced_masters(group, shapes, part.optim).items():
-            part.tensors[name] = TensorRef(name, F32, shape, rows)
+        part.tensors |= sliced_masters(group, shapes, part.optim)
 
 
 def _tied_shapes(names: Iterable[str], shapes: Mapping[str, Shape]) -> dict[str, Shape]:

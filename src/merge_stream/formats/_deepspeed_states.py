@@ -6,7 +6,8 @@
 Facts (0.14.4, 0.16.9, 0.19.8; runtime/engine.py, zero/stage_1_and_2.py, zero/stage3.py, bf16_optimizer.py):
 `param_shapes` is a list (one entry for each optimizer group; for each sub group in stage 3) of dicts
 name -> shape, or None without ZeRO; the masters are `single_partition_of_fp32_groups` (stage 1, 2 and
-BF16_Optimizer) or `fp32_flat_groups` (stage 3), one 1-D tensor for each group. Everything else in these
+BF16_Optimizer) or `fp32_flat_groups` (stage 3), one 1-D tensor for each group, which are 16-bit under these names
+too with `bf16_master_weights_and_grads` or `fp16_master_weights_and_grads`. Everything else in these
 dicts, `client_state` included, may be any object and is not looked at.
 """
 
@@ -23,6 +24,7 @@ from merge_stream.containers.torch_file import TorchFile, open_torch_file
 from merge_stream.containers.torch_tensor import PlainTensor, locate, plain_tensor
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.storage.base import ByteTree
+from merge_stream.tensors.dtype import F32, DType
 
 __all__ = [
     "ModelStates",
@@ -36,6 +38,8 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
+_MASTERS = {"F32", "BF16", "F16"}
+_MOST_DIMS = 64
 _DAMAGED = "the file is damaged, or was written by an unknown DeepSpeed: copy it again"
 
 
@@ -101,7 +105,7 @@ class OptimStates:
     """One `*_optim_states.pt` that holds masters.
 
     stage       1, 2 or 3; None for BF16_Optimizer, which does not say
-    flats       1-D fp32 tensor of each group
+    flats       1-D tensor of each group, all of one type
     paddings    elements at the end of each group's partition that were not saved
     partitions  over how many ranks each group is cut
     gaps        zeros after each parameter of each group (`parameter_alignment`)
@@ -119,6 +123,11 @@ class OptimStates:
     steps: frozenset[int]
     param_groups: list[Mapping[Any, Any]]
     state: Mapping[Any, Any]
+
+    @property
+    def dtype(self) -> DType:
+        """Type of the masters: fp32, or 16-bit with `bf16_master_weights_and_grads` or `fp16_master_...`."""
+        return self.flats[0].dtype if self.flats else F32
 
 
 def read_model_states(tree: ByteTree, name: str, index: int) -> ModelStates:
@@ -179,12 +188,18 @@ def read_optim_states(tree: ByteTree, name: str, index: int) -> OptimStates | No
             msg, hint="--weights module writes the 16-bit weights of the model states, where they are"
         )
     flats = [_flat(value, source) for value in _items(state[key])]
+    if len(kinds := {flat.dtype.name for flat in flats}) > 1:
+        msg = f"{source.where}: its flat groups of masters are {' and '.join(sorted(kinds))}, wanted one type"
+        raise CorruptCheckpointError(msg, hint=_DAMAGED)
     partitions = state.get("partition_count")
     counts = [partitions] * len(flats) if type(partitions) is int else _ints(partitions)
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     stage = state.get("zero_stage")
     if isinstance(stage, Recorder):
         stage = stage.args[0] if len(stage.args) == 1 else None
+    if (stage == 3) != (key == "fp32_flat_groups"):
+        msg = f"{source.where} has {key}, and says that it is of ZeRO stage {stage!r:.40}"
+        raise CorruptCheckpointError(msg, hint=_DAMAGED)
     return OptimStates(
         source,
         stage if type(stage) is int else None,
@@ -201,9 +216,9 @@ def read_optim_states(tree: ByteTree, name: str, index: int) -> OptimStates | No
 
 def _flat(value: Any, source: StatesFile) -> PlainTensor:  # noqa: ANN401 - unpickled
     flat = plain_tensor(value, "a flat group", source.where)
-    if flat is None or len(flat.shape) != 1 or flat.dtype.name != "F32":
+    if flat is None or len(flat.shape) != 1 or flat.dtype.name not in _MASTERS:
         what = f"{flat.dtype} {list(flat.shape)}" if flat else dotted_name(value)
-        msg = f"{source.where}: a flat group of masters is {what}, wanted one dim of F32"
+        msg = f"{source.where}: a flat group of masters is {what}, wanted one dim of F32, BF16 or F16"
         raise CorruptCheckpointError(msg, hint=_DAMAGED)
     return flat
 
@@ -211,7 +226,12 @@ def _flat(value: Any, source: StatesFile) -> PlainTensor:  # noqa: ANN401 - unpi
 def _shapes(value: Any, where: str) -> dict[str, Shape]:  # noqa: ANN401 - unpickled
     shapes: dict[str, Shape] = {}
     for name, shape in _mapping(value).items():
-        if not isinstance(name, str) or type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
+        if (
+            not isinstance(name, str)
+            or type(shape) is not tuple
+            or len(shape) > _MOST_DIMS
+            or any(type(n) is not int or n < 0 for n in shape)
+        ):
             msg = f"{where}: the shape of {name!r:.80} is {shape!r:.60}"
             raise CorruptCheckpointError(msg, hint=_DAMAGED)
         shapes[name] = shape

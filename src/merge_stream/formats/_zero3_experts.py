@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.formats._deepspeed_states import ModelStates, OptimStates, Shape
 from merge_stream.formats._zero_masters import Masters, stage3_masters
-from merge_stream.tensors.dtype import F32
-from merge_stream.tensors.ref import ShardTable
+from merge_stream.tensors.ref import ShardTable, TensorRef
 from merge_stream.tensors.tables import moved, rows_of, stacked
 
 __all__ = ["experts_of", "place_stack", "router_of", "stage3_masters_of_all"]
@@ -53,12 +52,12 @@ def stage3_masters_of_all(states: Sequence[ModelStates], optim: Sequence[OptimSt
             continue
         stacks: Masters = {}
         for ranks in members:
-            for name, master in stage3_masters([shapes], [optim[rank] for rank in ranks], [group]).items():
-                places = [_own_experts(states[rank], name, master[0]) for rank in ranks]
+            for name, stack in stage3_masters([shapes], [optim[rank] for rank in ranks], [group]).items():
+                places = [_own_experts(states[rank], name, stack.shape) for rank in ranks]
                 if any(place != places[0] for place in places):
                     msg = f"{states[ranks[0]].source.where}: ranks that share a part of {name} name other experts"
                     raise CorruptCheckpointError(msg, hint=_MIXED)
-                place_stack(stacks, name, master, places[0], len(members))
+                place_stack(stacks, stack, places[0], len(members))
         masters |= stacks
     return masters
 
@@ -119,15 +118,15 @@ def router_of(states: ModelStates, name: str) -> str | None:
     return None
 
 
-def place_stack(
-    found: Masters, name: str, master: tuple[Shape, ShardTable], experts: Sequence[int], ranks: int
-) -> None:
+def place_stack(found: Masters, stack: TensorRef, experts: Sequence[int], ranks: int) -> None:
     """Put a rank's stack of local experts at its rows of the whole stack; CorruptCheckpointError beyond its end."""
-    shape, rows = master
+    name, shape, rows = stack.name, stack.shape, stack.shards
     if experts and not 0 <= min(experts) <= max(experts) < shape[0] * ranks:
         msg = f"{name} would hold the experts {min(experts)} to {max(experts)}, of {shape[0] * ranks}"
         raise CorruptCheckpointError(msg, hint=_MIXED)
     rest = (0,) * (len(shape) - 1)
-    before = found[name][1] if name in found else ShardTable.of([], len(shape))
-    parts = [moved(rows_of(rows, k, k + 1, F32.itemsize), (expert, *rest)) for k, expert in enumerate(experts)]
-    found[name] = (shape[0] * ranks, *shape[1:]), stacked([before, *parts], len(shape))
+    before = found[name].shards if name in found else ShardTable.of([], len(shape))
+    size = stack.on_disk.itemsize
+    parts = [moved(rows_of(rows, k, k + 1, size), (expert, *rest)) for k, expert in enumerate(experts)]
+    whole = (shape[0] * ranks, *shape[1:])
+    found[name] = TensorRef(name, stack.dtype, whole, stacked([before, *parts], len(shape)), stored=stack.stored)

@@ -1,4 +1,4 @@
-"""Where ZeRO keeps the fp32 master of each parameter: offsets into flat partitions.
+"""Where ZeRO keeps the master of each parameter: offsets into flat partitions.
 
 Stage 1, 2 and BF16_Optimizer: a group's flat vector is its parameters in the order of `param_shapes`, each
 followed by its gap, then zeros up to a multiple of 2 * W. Rank r owns elements [r * S, (r + 1) * S); the
@@ -25,14 +25,20 @@ import numpy as np
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError
 from merge_stream.formats._deepspeed_states import OptimStates, Shape
 from merge_stream.formats._flat_ranges import Ranges, table_of_ranges
-from merge_stream.tensors.ref import ShardTable
+from merge_stream.tensors.dtype import F32, DType
+from merge_stream.tensors.ref import ShardTable, TensorRef
 
-__all__ = ["Masters", "flat_masters", "sliced_masters", "stage3_masters", "stage3_parts"]
+__all__ = ["Masters", "flat_masters", "master", "sliced_masters", "stage3_masters", "stage3_parts"]
 
-_SIZE = 4
 _MIXED = "files of two saves or of two runs are mixed: pass the files of one save"
 
-Masters = dict[str, tuple[Shape, ShardTable]]
+Masters = dict[str, TensorRef]
+
+
+def master(name: str, shape: Shape, ranges: Ranges, stored: DType) -> TensorRef:
+    """The master of a parameter, whose elements lie in flat ranges: fp32, widened where it is stored as 16-bit."""
+    rows = table_of_ranges(shape, ranges, stored.itemsize)
+    return TensorRef(name, F32, shape, rows, stored=None if stored == F32 else stored)
 
 
 def flat_masters(group: int, shapes: Mapping[str, Shape], ranks: Sequence[OptimStates]) -> Masters:
@@ -59,6 +65,7 @@ def flat_masters(group: int, shapes: Mapping[str, Shape], ranks: Sequence[OptimS
         raise CorruptCheckpointError(msg, hint=_MIXED)
     files = np.array([rank.source.index for rank in ranks], dtype=np.int32)
     offsets = np.array([rank.source.at(rank.flats[group], f"group {group}") for rank in ranks], dtype=np.int64)
+    stored = ranks[0].dtype
     masters: Masters = {}
     at = 0
     for k, (name, shape) in enumerate(shapes.items()):
@@ -71,8 +78,8 @@ def flat_masters(group: int, shapes: Mapping[str, Shape], ranks: Sequence[OptimS
         hi = np.minimum(starts[1:][part], at + numel)
         if numel and (hi > saved[part]).any():
             raise _unfilled(group, shapes, ranks, share)
-        where = offsets[part] + (lo - starts[:-1][part]) * _SIZE
-        masters[name] = shape, table_of_ranges(shape, Ranges(lo - at, hi - at, files[part], where), _SIZE)
+        where = offsets[part] + (lo - starts[:-1][part]) * stored.itemsize
+        masters[name] = master(name, shape, Ranges(lo - at, hi - at, files[part], where), stored)
         at += numel + (gaps[k] if k < len(gaps) else 0)
     if not 0 <= share * len(ranks) - at < 2 * len(ranks):
         raise _unfilled(group, shapes, ranks, share)
@@ -108,7 +115,7 @@ def sliced_masters(group: int, shapes: Mapping[str, Shape], ranks: Sequence[Opti
             if start + numel > rank.flats[group].shape[0] + _padding(rank, group):
                 msg = f"{rank.source.where}: {name} would end at element {start + numel} of group {group}"
                 raise CorruptCheckpointError(msg, hint=_MIXED)
-            fragments.setdefault(name, []).append((numel, rank.source.index, base + start * _SIZE))
+            fragments.setdefault(name, []).append((numel, rank.source.index, base + start * rank.dtype.itemsize))
     masters: Masters = {}
     for name, parts in fragments.items():
         shape = shapes.get(name)
@@ -118,7 +125,7 @@ def sliced_masters(group: int, shapes: Mapping[str, Shape], ranks: Sequence[Opti
             raise CorruptCheckpointError(msg, hint=_MIXED)
         stops = np.cumsum([numel for numel, _, _ in parts])
         ranges = Ranges([0, *stops[:-1]], stops, [f for _, f, _ in parts], [o for _, _, o in parts])
-        masters[name] = shape, table_of_ranges(shape, ranges, _SIZE)
+        masters[name] = master(name, shape, ranges, ranks[0].dtype)
     return masters
 
 
@@ -155,6 +162,7 @@ class _Stream:
 
     def __init__(self, rank: OptimStates, groups: Sequence[int]) -> None:
         self.index = rank.source.index
+        self.dtype = rank.dtype
         self.starts = np.cumsum([0, *(rank.flats[g].shape[0] for g in groups)])
         self.offsets = [rank.source.at(rank.flats[g], f"group {g}") for g in groups]
 
@@ -164,7 +172,7 @@ class _Stream:
         for k, offset in enumerate(self.offsets):
             low, high = max(start, int(self.starts[k])), min(stop, int(self.starts[k + 1]))
             if low < high:
-                found.append((low, high, offset + (low - int(self.starts[k])) * _SIZE))
+                found.append((low, high, offset + (low - int(self.starts[k])) * self.dtype.itemsize))
         return found
 
 
@@ -173,6 +181,7 @@ def _from_streams(shapes: Mapping[str, Shape], streams: Sequence[_Stream]) -> Ma
     simple = all(len(stream.offsets) == 1 for stream in streams)
     files = np.array([stream.index for stream in streams], dtype=np.int32)
     bases = np.array([stream.offsets[0] if stream.offsets else 0 for stream in streams], dtype=np.int64)
+    stored = streams[0].dtype
     masters: Masters = {}
     at = 0
     for name, shape in shapes.items():
@@ -181,7 +190,7 @@ def _from_streams(shapes: Mapping[str, Shape], streams: Sequence[_Stream]) -> Ma
         lo = np.minimum(np.arange(world, dtype=np.int64) * part, numel)
         hi = np.minimum(lo + part, numel)
         if simple:
-            ranges = Ranges(lo, hi, files, bases + at * _SIZE)
+            ranges = Ranges(lo, hi, files, bases + at * stored.itemsize)
         else:
             runs = [
                 (low + start - at, low + stop - at, stream.index, offset)
@@ -189,7 +198,7 @@ def _from_streams(shapes: Mapping[str, Shape], streams: Sequence[_Stream]) -> Ma
                 for start, stop, offset in stream.runs(at, at + high - low)
             ]
             ranges = Ranges(*zip(*runs, strict=True)) if runs else Ranges([], [], [], [])
-        masters[name] = shape, table_of_ranges(shape, ranges, _SIZE)
+        masters[name] = master(name, shape, ranges, stored)
         at += part
     return masters
 

@@ -19,15 +19,16 @@ from merge_stream.containers.pickle_reader import dotted_name
 from merge_stream.containers.torch_tensor import PlainTensor, plain_tensor
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.formats._deepspeed_states import ModelStates, Shape
-from merge_stream.formats._flat_ranges import Ranges, table_of_ranges
-from merge_stream.tensors.ref import ShardTable
+from merge_stream.formats._flat_ranges import Ranges
+from merge_stream.formats._zero_masters import Masters, master
+from merge_stream.tensors.dtype import F32
 
 __all__ = ["unpartitioned_masters"]
 
 _MODULE = "--weights module writes the 16-bit weights"
 
 
-def unpartitioned_masters(states: ModelStates) -> dict[str, tuple[Shape, ShardTable]] | None:
+def unpartitioned_masters(states: ModelStates) -> Masters | None:
     """Masters by the module's names; None when the file holds none (no optimizer saved, or fp32 training)."""
     optimizer = states.state.get("optimizer")
     if not isinstance(optimizer, dict):
@@ -55,7 +56,7 @@ def _wide(value: Any, states: ModelStates) -> PlainTensor:  # noqa: ANN401 - unp
     return tensor
 
 
-def _fused(states: ModelStates, flats: Sequence[Any]) -> dict[str, tuple[Shape, ShardTable]]:
+def _fused(states: ModelStates, flats: Sequence[Any]) -> Masters:
     module = states.module or {}
     storages: dict[str, list[str]] = {}
     for name, tensor in module.items():
@@ -64,7 +65,7 @@ def _fused(states: ModelStates, flats: Sequence[Any]) -> dict[str, tuple[Shape, 
     lengths = {
         key: states.source.file.storages[key].nbytes // 2 for key in storages if key in states.source.file.storages
     }
-    masters: dict[str, tuple[Shape, ShardTable]] = {}
+    masters: Masters = {}
     for group, value in enumerate(flats):
         flat = _wide(value, states)
         fitting = [key for key, length in lengths.items() if length == flat.shape[0]]
@@ -79,15 +80,15 @@ def _fused(states: ModelStates, flats: Sequence[Any]) -> dict[str, tuple[Shape, 
             view = module[name]
             numel = math.prod(view.shape)
             ranges = Ranges([0], [numel], [states.source.index], [base + view.offset * 4])
-            masters.setdefault(name, (view.shape, table_of_ranges(view.shape, ranges, 4)))
+            masters.setdefault(name, master(name, view.shape, ranges, F32))
         del lengths[fitting[0]]
     return masters
 
 
-def _unfused(states: ModelStates, groups: Sequence[Any]) -> dict[str, tuple[Shape, ShardTable]]:
+def _unfused(states: ModelStates, groups: Sequence[Any]) -> Masters:
     queues = [[_wide(value, states) for value in group] for group in groups if isinstance(group, (list, tuple))]
     at = [0] * len(queues)
-    masters: dict[str, tuple[Shape, ShardTable]] = {}
+    masters: Masters = {}
     seen: set[tuple[str, int]] = set()
     for name, shape in _trained(states.module or {}, seen):
         heads = [k for k, queue in enumerate(queues) if at[k] < len(queue) and queue[at[k]].shape == shape]
@@ -100,7 +101,7 @@ def _unfused(states: ModelStates, groups: Sequence[Any]) -> dict[str, tuple[Shap
             ranges = Ranges(
                 [0], [math.prod(shape)], [states.source.index], [states.source.at(tensor, f"the master of {name}")]
             )
-            masters[name] = shape, table_of_ranges(shape, ranges, 4)
+            masters[name] = master(name, shape, ranges, F32)
     left = sum(len(queue) for queue in queues) - sum(at)
     if left:
         msg = f"{states.source.where}: {left} masters of its optimizer fit no parameter in the module's order"
