@@ -6,6 +6,7 @@ checks of the target that need them.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from merge_stream.engine.stored_checksums import ChecksumFindings, ranges_ahead
 from merge_stream.engine.twins import as_stored
 from merge_stream.errors import CheckpointError, CorruptCheckpointError, UnsupportedError, UsageError
 from merge_stream.options import DtypeName, MergeOptions
+from merge_stream.output.hugging_face import planned_config
 from merge_stream.output.model_card import CardFacts, config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder, find_model_folder
 from merge_stream.output.store_folder import FP32_REMARK, as_staged
@@ -47,6 +49,7 @@ from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.parameter import Mapping
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import counted, format_bytes
+from merge_stream.verification.check_engines import Headers, engine_warnings
 from merge_stream.vocabulary import with_true_vocabulary
 
 __all__ = ["Job", "card_facts", "lora_note", "make_plan", "memory_for"]
@@ -170,6 +173,7 @@ def make_plan(
     least, columns = largest_band(plan), most_columns(plan)
     memory = memory_for(options, named, least_segment=least, columns=columns)
     warnings += [text for text in (_hub_remark(plan),) if text]
+    warnings += _engine_warnings(plan, folder)
     return Job(
         catalog, folder, named, in_bands(plan, catalog), options, encoding, memory, warnings, checksums, least, columns
     )
@@ -316,6 +320,15 @@ def _hub_remark(plan: Plan) -> str:
         return ""
     limit = format_bytes(_HUB_LARGEST)
     return f"{large.name} has {format_bytes(large.nbytes)}, and the Hub asks for files up to {limit} (--max-shard-size)"
+
+
+def _engine_warnings(plan: Plan, folder: ModelFolder) -> list[str]:
+    """What `check` would say of engines about the folder that is going to be written."""
+    config = planned_config(plan, folder)
+    if config is None:
+        return []
+    inside = {p.name: p for p in plan.parameters if plan.outputs[p.output].in_model}
+    return engine_warnings(Headers(json.loads(config.data), inside))
 
 
 def _wide_remark(wide: frozenset[str], options: MergeOptions) -> list[str]:

@@ -1,34 +1,68 @@
-"""`check` on keys of config.json that engines believe: each fault in a folder that has it and one that has not."""
+"""`check` on what engines build, read and have classes for: each fault in a folder that has it and one that has not."""
 
 from __future__ import annotations
 
+import json
+import pathlib
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from merge_stream.api import make_plan, open_checkpoint
 from merge_stream.verification.check import check_folder
-from tests.folder.models import llama, llama_config, model_folder
+from merge_stream.verification.engine_classes import classes_of
+from tests.folder.models import checkpoint, llama, llama_config, model_folder, run_tool
+from tests.folder.test_check_families import folder as headers_only
 
 BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"
 RIGHT = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+RULES = {
+    "bias",
+    "class",
+    "class-spelled",
+    "head-bias",
+    "head-lost",
+    "llama4-experts",
+    "router",
+    "router-bias",
+    "shared-expert",
+    "text-model",
+    "tower",
+}
+TABLE = pathlib.Path(__file__).parents[2] / "docs" / "architectures.md"
+GOLDENS = pathlib.Path(__file__).parents[1] / "families" / "goldens"
 
 
 def told(tmp_path: Path, extra: dict[str, torch.Tensor], **config: Any) -> dict[str, str]:
     folder = model_folder(tmp_path / "out", llama() | extra, llama_config(**config))
-    rules = {"router", "shared-expert", "head-bias"}
-    return {f.rule: f"{f.severity} {f.text} {f.hint}" for f in check_folder(folder).findings if f.rule in rules}
+    return {
+        f.rule: f"{f.severity} {f.text} [{f.loaders}] {f.hint}"
+        for f in check_folder(folder).findings
+        if f.rule in RULES
+    }
+
+
+def test_a_llama_is_known_to_all(tmp_path: Path) -> None:
+    assert told(tmp_path, {}) == {}
 
 
 @pytest.mark.parametrize("key", ["topk_method", "scoring_func"])
 def test_a_correction_bias_wants_its_router(tmp_path: Path, key: str) -> None:
     bias = {BIAS: torch.ones(4)}
-    assert not told(tmp_path / "right", bias, model_type="deepseek_v3", **RIGHT)
+    assert "router" not in told(tmp_path / "right", bias, model_type="deepseek_v3", **RIGHT)
     assert not told(tmp_path / "none", {}, model_type="deepseek_v3")
     found = told(tmp_path / "wrong", bias, model_type="deepseek_v3", **{k: v for k, v in RIGHT.items() if k != key})
     assert f"error {key} is None" in found["router"]
     assert f'set "{key}": "{RIGHT[key]}"' in found["router"]
+
+
+def test_tgi_never_reads_a_correction_bias(tmp_path: Path) -> None:
+    found = told(tmp_path / "a", {BIAS: torch.ones(4)}, model_type="deepseek_v3", **RIGHT)
+    assert found["router-bias"].startswith("warning TGI takes zeros")
+    assert "router-bias" not in told(tmp_path / "b", {BIAS: torch.ones(4)}, model_type="deepseek_v32", **RIGHT)
 
 
 def test_a_left_over_shared_expert(tmp_path: Path) -> None:
@@ -38,5 +72,146 @@ def test_a_left_over_shared_expert(tmp_path: Path) -> None:
 
 
 def test_the_bias_of_a_phimoe_head(tmp_path: Path) -> None:
-    assert "warning" in told(tmp_path / "a", {"lm_head.bias": torch.ones(16)}, model_type="phimoe")["head-bias"]
-    assert not told(tmp_path / "b", {}, model_type="phimoe")
+    named = {"model_type": "phimoe", "architectures": ["PhiMoEForCausalLM"]}
+    assert "[vLLM, SGLang, TGI]" in told(tmp_path / "a", {"lm_head.bias": torch.ones(16)}, **named)["head-bias"]
+    assert not told(tmp_path / "b", {}, **named)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "loaders"),
+    [("gemma2", "Gemma2", "SGLang, llama.cpp"), ("cohere", "Cohere", "SGLang"), ("gemma3_text", "Gemma3", "SGLang")],
+)
+def test_a_head_of_its_own_that_a_loader_never_reads(tmp_path: Path, kind: str, name: str, loaders: str) -> None:
+    named = {"model_type": kind, "architectures": [f"{name}ForCausalLM"]}
+    found = told(tmp_path / "untied", {}, **named, tie_word_embeddings=False)
+    assert found["head-lost"].startswith("error")
+    assert f"[{loaders}]" in found["head-lost"]
+    assert "head-lost" not in told(tmp_path / "tied", {}, **named, tie_word_embeddings=True)
+    assert "head-lost" not in told(tmp_path / "other", {}, tie_word_embeddings=False)  # llama's head is read
+
+
+def test_a_class_that_engines_spell_otherwise(tmp_path: Path) -> None:
+    found = told(tmp_path / "a", {}, model_type="phimoe", architectures=["PhimoeForCausalLM"])
+    assert found["class-spelled"].endswith('set "architectures": ["PhiMoEForCausalLM"] in config.json')
+    by_name = check_folder(tmp_path / "a" / "out").findings
+    spelled = {f.loaders: f.severity for f in by_name if f.rule == "class-spelled"}
+    assert spelled == {"SGLang": "error", "llama.cpp": "warning"}
+    only_converter = told(tmp_path / "b", {}, model_type="bitnet", architectures=["BitNetForCausalLM"])
+    assert only_converter["class-spelled"].startswith("warning")
+
+
+def test_the_converter_asks_the_text_model_first(tmp_path: Path) -> None:
+    vision = {"vision_config": {"model_type": "internvl_vision"}, "model_type": "internvl"}
+    named = {"architectures": ["InternVLForConditionalGeneration"], **vision}
+    assert "llama.cpp's converter refuses InternVLFor" in told(tmp_path / "a", {}, **named)["class"]
+    inner = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    assert "llama.cpp" not in told(tmp_path / "b", {}, **named, text_config=inner)["class"]
+
+
+def test_value_models(tmp_path: Path) -> None:
+    tensors = {n: t for n, t in llama().items() if n != "lm_head.weight"}
+    tensors |= {"score.weight": torch.ones(1, 8).bfloat16(), "score.bias": torch.ones(1).bfloat16()}
+    config = llama_config(architectures=["LlamaForTokenClassification"], id2label={"0": "V"})
+    found = {f.rule: f.text for f in check_folder(model_folder(tmp_path / "out", tensors, config)).findings}
+    assert "SGLang refuses LlamaForTokenClassification" in found["class"]
+    assert "llama.cpp's converter refuses LlamaForTokenClassification; TGI asks for an lm_head" in found["class"]
+
+
+def test_biases_of_cohere2_and_types_without_a_name_in_the_converter(tmp_path: Path) -> None:
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(8).bfloat16()}
+    named = {"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "tie_word_embeddings": True}
+    assert "refuses the biases of cohere2" in told(tmp_path / "a", bias, **named)["bias"]
+    assert "bias" not in told(tmp_path / "b", {}, **named)
+    scale = {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.zeros(1, 1, dtype=torch.float8_e8m0fnu)}
+    folder = model_folder(tmp_path / "c", llama() | scale, llama_config())
+    texts = [f.text for f in check_folder(folder).findings if f.loaders == "llama.cpp"]
+    assert texts == [
+        "llama.cpp's converter knows no tensors of type F8_E8M0: model.layers.0.mlp.up_proj.weight_scale_inv"
+    ]
+
+
+@pytest.mark.parametrize("text_model", ["llama", "qwen2"])
+def test_text_models_inside_vision_models_of_tgi(tmp_path: Path, text_model: str) -> None:
+    found = told(tmp_path, {}, model_type="llava_next", text_config={"model_type": text_model})
+    assert ("text-model" in found) is (text_model == "qwen2")
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """(family, cell of SGLang, cell of TGI) of the table in the documentation, without the marks."""
+    found = []
+    for line in TABLE.read_text().splitlines():
+        cells = [re.sub(r" \(.*\)", "", cell.strip()) for cell in line.strip("|").split("|")]
+        if len(cells) == 8 and re.fullmatch("[a-z0-9_]+", cells[0]) and cells[0] != "model":
+            found.append((cells[0], cells[6], cells[7]))
+    return found
+
+
+@pytest.mark.parametrize(("family", "sglang", "tgi"), rows())
+def test_the_table_in_the_documentation_says_what_check_says(
+    tmp_path: Path, family: str, sglang: str, tgi: str
+) -> None:
+    golden = next(iter(sorted(GOLDENS.glob(f"{family}.*.json"), reverse=True)))
+    value = json.loads(golden.read_text())
+    config, shapes = value["config"], {name: output[2] for name, output in value["outputs"].items()}
+    if family == "phimoe":
+        config = {**config, "architectures": ["PhiMoEForCausalLM"]}  # as in the repository
+    if any("vision" in name or "visual" in name for name in shapes):
+        towers = {"llava_clip": "clip_vision_model", "llava_siglip": "siglip_vision_model", "llava_pixtral": "pixtral"}
+        config = {**config, "vision_config": {"model_type": towers.get(family, "tower")}}
+    if any("audio" in name or name.startswith("encoder") for name in shapes):
+        config = {**config, "audio_config": {"model_type": "tower"}}
+    findings = [f for f in check_folder(headers_only(tmp_path, shapes, config)).findings if f.rule in RULES]
+    text = "; ".join(f"{f.rule}: {f.text}" for f in findings if f.rule not in {"router", "head-lost", "head-bias"})
+    says_sglang = {
+        "loads": "SGLang" not in text,
+        "inside": "SGLang runs transformers' own model inside" in text,
+        "refused": "SGLang refuses the names" in text or "SGLang refuses it" in text,
+        "no class": "SGLang refuses" in text and "token classifier" in text,
+        "no tower": "tower: SGLang" in text,
+        "no experts": "llama4-experts" in text,
+    }
+    says_tgi = {
+        "loads": "TGI" not in text and value["config"]["model_type"] in classes_of("TGI"),
+        "inside": "TGI" not in text,
+        "no class": "TGI refuses model_type" in text,
+        "no head": "TGI asks for an lm_head" in text,
+        "zero bias": "router-bias" in text,
+    }
+    assert says_sglang[sglang], text
+    assert says_tgi[tgi], text
+
+
+@pytest.mark.parametrize("command", ["merge", "plan"])
+def test_a_merge_warns_of_engines_before_its_first_byte(tmp_path: Path, command: str) -> None:
+    config = llama_config(model_type="gemma2", architectures=["Gemma2ForCausalLM"], tie_word_embeddings=False)
+    source = checkpoint(tmp_path / "ckpt", gemma2(), config)
+    out = [] if command == "plan" else [str(tmp_path / "out")]
+    done = run_tool(command, str(source), *out)
+    assert done.returncode == 0, done.stderr
+    warning = "SGLang and llama.cpp never read lm_head.weight of gemma2"
+    assert warning in done.stderr + done.stdout
+    if command == "merge":  # and check says the same of what was written
+        assert warning in " ".join(f.text for f in check_folder(tmp_path / "out").findings)
+
+
+def test_a_plan_warns_of_the_config_that_is_written_not_of_the_one_that_was_read(tmp_path: Path) -> None:
+    """A tie that the values deny is undone in config.json, and only then is the head lost in SGLang."""
+    named = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+    config = llama_config(**named, tie_word_embeddings=True)
+    untied = open_checkpoint([checkpoint(tmp_path / "untied", gemma2(), config)])
+    assert any("never read lm_head.weight" in text for text in make_plan(untied).warnings)
+    tied = gemma2() | {"lm_head.weight": gemma2()["model.embed_tokens.weight"]}
+    assert not make_plan(open_checkpoint([checkpoint(tmp_path / "tied", tied, config)])).warnings
+
+
+def test_the_converter_reads_some_vocabularies_from_tokenizer_model_alone(tmp_path: Path) -> None:
+    named = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "tie_word_embeddings": True}
+    files = {"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "GemmaTokenizer"}'}
+    for name, more, wanted in (("a", {}, True), ("b", {"tokenizer.model": "x"}, False)):
+        folder = model_folder(tmp_path / name, gemma2(), llama_config(**named), {**files, **more})
+        assert ("tokenizer-model" in {f.rule for f in check_folder(folder).findings}) is wanted
+
+
+def gemma2() -> dict[str, torch.Tensor]:
+    norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return llama() | {f"model.layers.0.{name}.weight": torch.ones(8).bfloat16() for name in norms}

@@ -15,7 +15,7 @@ from merge_stream.containers.safetensors_file import read_header
 from merge_stream.encodings.base import scheme_named
 from merge_stream.engine.staging import DirectStaging
 from merge_stream.errors import VerificationError
-from merge_stream.output.config_patch import OutputTensor, holds_quantized, patch_config
+from merge_stream.output.config_patch import OutputTensor, PatchedConfig, holds_quantized, patch_config
 from merge_stream.output.index import INDEX_NAME, build_index
 from merge_stream.output.model_card import CARD_NAME, CardFacts, build_card
 from merge_stream.output.model_info import ModelFolder
@@ -24,7 +24,7 @@ from merge_stream.planning.plan import Plan
 from merge_stream.planning.planner import ADAPTER_FILE
 from merge_stream.storage.local import LocalTree
 
-__all__ = ["Finished", "beside_the_weights", "check_journal", "finish_folder"]
+__all__ = ["Finished", "beside_the_weights", "check_journal", "finish_folder", "planned_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,15 @@ def beside_the_weights(
     return origins
 
 
+def planned_config(plan: Plan, folder: ModelFolder) -> PatchedConfig | None:
+    """config.json as it will stand beside these weights; None when none is written."""
+    tensors = _model_tensors(plan)
+    if folder.config_bytes is None or not tensors:
+        return None
+    settings = scheme_named(plan.scheme).settings(plan.left_plain) if plan.scheme else None
+    return patch_config(folder.config_bytes, tensors, untied=bool(plan.broken_ties), quantization=settings)
+
+
 def finish_folder(
     plan: Plan,
     staging: DirectStaging,
@@ -72,10 +81,8 @@ def finish_folder(
     architectures: tuple[str, ...] = ()
     if adapter_config is not None:
         _write(os.path.join(staging.model_dir, _ADAPTER_CONFIG), adapter_config)
-    if folder.config_bytes is not None and model:
-        settings = scheme_named(plan.scheme).settings(plan.left_plain) if plan.scheme else None
-        untied = bool(plan.broken_ties)
-        patched = patch_config(folder.config_bytes, _model_tensors(plan), untied=untied, quantization=settings)
+    patched = planned_config(plan, folder)
+    if patched is not None:
         notes = patched.notes
         architectures = tuple(str(name) for name in json.loads(patched.data).get("architectures") or ())
         _write(os.path.join(staging.model_dir, "config.json"), patched.data)

@@ -15,6 +15,8 @@ _TOKENIZERS = re.compile(
     r"tokenizer\.(json|model)|vocab\.(json|txt)|.*\.tiktoken|tekken\.json|spiece\.model|source\.spm|sentencepiece.*"
 )
 _JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "preprocessor_config.json", "processor_config.json")
+_SENTENCEPIECE = frozenset({"gemma", "gemma2"})
+_PHI = frozenset({"phi3", "phimoe"})
 _ENGINES = "vLLM, SGLang, TGI, llama.cpp"
 _COPY = "copy it from the base model; a merge takes from --base-model what the checkpoint itself lacks"
 
@@ -52,10 +54,21 @@ def _tokenizer(folder: CheckedFolder, rows: int | None) -> Iterator[Finding]:
         if isinstance(settings.get("extra_special_tokens"), list):
             text = "extra_special_tokens is a list: transformers 4 raises 'list' object has no attribute 'keys'"
             yield Finding("warning", "beside", "tokenizer-class", "transformers 4 and engines on it", text, _COPY)
+        yield from _sentencepiece(folder, str(settings.get("tokenizer_class")))
         templates = ("chat_template.jinja", "chat_template.json")
         if not settings.get("chat_template") and not any(name in folder.tree.files for name in templates):
             text = "there is no chat template: chat requests are refused"
             yield Finding("note", "beside", "chat-template", "vLLM, SGLang, TGI", text)
+
+
+def _sentencepiece(folder: CheckedFolder, tokenizer_class: str) -> Iterator[Finding]:
+    """Families whose vocabulary llama.cpp's converter reads from tokenizer.model alone (`gemma.py`, `phi.py`, 2026)."""
+    kind = folder.config.get("model_type")
+    if kind in _PHI and tokenizer_class == "GPT2Tokenizer":
+        return
+    if kind in _SENTENCEPIECE | _PHI and "tokenizer.model" not in folder.tree.files:
+        text = f"there is no tokenizer.model, from which llama.cpp's converter reads the vocabulary of {kind}"
+        yield Finding("warning", "beside", "tokenizer-model", "llama.cpp", text, _COPY)
 
 
 def _highest_id(tokenizer: dict[str, Any]) -> int | None:

@@ -12,7 +12,7 @@ from merge_stream.architectures.structure import TEXT_NESTS, check_structure
 from merge_stream.architectures.ties import find_ties, tied_by_config
 from merge_stream.errors import MergeStreamError
 from merge_stream.output.config_patch import OutputTensor, PatchedConfig, patch_config
-from merge_stream.verification.check_engines import check_engines
+from merge_stream.verification.check_engines import Headers, check_engines
 from merge_stream.verification.finding import CheckedFolder, Finding, Severity, listed
 
 __all__ = ["check_config"]
@@ -36,7 +36,7 @@ def check_config(folder: CheckedFolder) -> Iterator[Finding]:
         yield Finding("error", "config", "model-type", "transformers, vLLM, SGLang, TGI", text)
     yield from _architectures(folder, config)
     if folder.tensors:
-        yield from check_engines(folder)
+        yield from check_engines(Headers(config, folder.tensors))
         yield from _shapes(folder, model)
         yield from _ties(folder, config, model)
         yield from _dtypes(folder, config)

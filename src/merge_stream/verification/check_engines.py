@@ -1,36 +1,210 @@
-"""Keys of config.json by which an engine builds, or leaves out, parts that the tensors contradict.
+"""What an engine does with these weights under this config: parts it never builds, tensors it never reads, and
+models it has no class for.
 
-Read in vLLM 0.32 (`deepseek_v2.py`, `qwen3_moe.py`, `phimoe.py`) and SGLang 0.5.23 (`deepseek_v2.py`).
+The rules need a config and headers only, so that `check` asks them about a folder and a merge about what it is going to
+write. What holds for the original repository too is a warning (or a note, where an engine simply does not have
+the family); what is wrong with this model alone is an error.
+
+Read in vLLM 0.32 (`deepseek_v2.py`, `qwen3_moe.py`, `phimoe.py`), SGLang 0.5.23 (`srt/models/`), TGI of January 2026
+(`models/custom_modeling/`) and llama.cpp's converter (`conversion/`, 2026).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from merge_stream.verification.finding import CheckedFolder, Finding
+from merge_stream.architectures.base import ModelInfo, class_names
+from merge_stream.architectures.families import HEADS
+from merge_stream.architectures.ties import tied_by_config
+from merge_stream.tensors.dtype import DType
+from merge_stream.verification.engine_classes import classes_of, spelled_otherwise
+from merge_stream.verification.finding import Finding, Severity, listed, some
 
-__all__ = ["check_engines"]
+__all__ = ["Headers", "check_engines", "engine_warnings"]
 
 _BIAS = ".mlp.gate.e_score_correction_bias"
 _LIKE_DEEPSEEK = frozenset({"deepseek_v3", "deepseek_v32"})
 
+# Loaders that never read the output head, whatever the config says: they take the embedding (SGLang's Gemma3: nothing).
+_NEVER_READ_A_HEAD: dict[str, frozenset[str]] = {
+    "SGLang": frozenset(
+        {"cohere", "cohere2", "cohere2_moe", "cohere2_vision", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n"}
+        | {"gpt2", "gpt_bigcode"}
+    ),
+    "TGI": frozenset({"gpt2"}),
+    "llama.cpp": frozenset({"gemma", "gemma2"}),
+}
+_LLAMA_CPP_DTYPES = frozenset(
+    {"F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}
+)
 
-def check_engines(folder: CheckedFolder) -> Iterator[Finding]:
-    """Findings about one family each."""
-    config, kind = folder.config, folder.config.get("model_type")
-    if kind in _LIKE_DEEPSEEK and any(name.endswith(_BIAS) for name in folder.tensors):
-        for key, wanted in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
-            if config.get(key) != wanted:
-                text = (
-                    f"{key} is {config.get(key)!r}, and the routers have a correction bias, which belongs to {wanted!r}"
-                )
-                hint = f'set "{key}": "{wanted}" in config.json, as the repository has it (transformers leaves it out)'
-                yield Finding("error", "config", "router", "vLLM, SGLang", text, hint)
-    shared = config.get("shared_expert_intermediate_size")
-    has_shared = any(".shared_expert." in name for name in folder.tensors)
-    if kind == "qwen3_moe" and isinstance(shared, int) and shared > 0 and not has_shared:
+# Families whose names in the repository are not those of transformers' memory, and which SGLang leaves to transformers.
+_NOT_THROUGH_TRANSFORMERS = frozenset(
+    ["aria", "minimax", "phimoe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "video_llava"]
+)
+_TGI_CAUSAL = frozenset({"emu3", "fuyu", "got_ocr2"})
+_TGI_WITH_A_TEXT_MODEL = frozenset({"idefics2", "idefics3", "llava_next"})
+_TGI_TEXT_MODELS = frozenset({"llama", "mistral", "gemma", "gemma2", "gemma3", "gemma3_text"})
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+
+
+class Header(Protocol):
+    """A tensor without its data."""
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """A model as the rules see it: config.json (parsed) and its tensors by name."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Header]
+
+    @property
+    def kind(self) -> str:
+        """`model_type`."""
+        return str(self.config.get("model_type") or "")
+
+    def nest(self, key: str) -> Mapping[str, Any]:
+        """A nested config, or an empty one."""
+        value = self.config.get(key)
+        return value if isinstance(value, Mapping) else {}
+
+
+def check_engines(model: Headers) -> Iterator[Finding]:
+    """Findings about one engine and one family each."""
+    if not model.tensors:
+        return
+    yield from _routers(model)
+    yield from _experts(model)
+    yield from _heads(model)
+    yield from _classes(model)
+    yield from _nested(model)
+    yield from _llama_cpp(model)
+
+
+def engine_warnings(model: Headers) -> list[str]:
+    """The findings that are more than a note, as a merge tells them before its first byte."""
+    told = (finding for finding in check_engines(model) if finding.severity != "note")
+    return [f"{f.text} [{f.loaders}]" + (f"; {f.hint}" if f.hint else "") for f in told]
+
+
+def _routers(model: Headers) -> Iterator[Finding]:
+    if model.kind not in _LIKE_DEEPSEEK or not any(name.endswith(_BIAS) for name in model.tensors):
+        return
+    for key, wanted in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if model.config.get(key) != wanted:
+            told = model.config.get(key)
+            text = f"{key} is {told!r}, and the routers have a correction bias, which belongs to {wanted!r}"
+            hint = f'set "{key}": "{wanted}" in config.json, as the repository has it (transformers leaves it out)'
+            yield Finding("error", "config", "router", "vLLM, SGLang", text, hint)
+    if model.kind == "deepseek_v3":
+        text = "TGI takes zeros for the correction bias of the routers, and never reads the stored one"
+        yield Finding("warning", "config", "router-bias", "TGI", text)
+
+
+def _experts(model: Headers) -> Iterator[Finding]:
+    shared = model.config.get("shared_expert_intermediate_size")
+    has_shared = any(".shared_expert." in name for name in model.tensors)
+    if model.kind == "qwen3_moe" and isinstance(shared, int) and shared > 0 and not has_shared:
         text = f"shared_expert_intermediate_size is {shared}, and there is no shared expert: vLLM computes NaN"
         yield Finding("error", "config", "shared-expert", "vLLM", text, "remove the key from config.json")
-    if kind == "phimoe" and "lm_head.bias" in folder.tensors:
-        text = "vLLM loads lm_head.bias and never adds it"
-        yield Finding("warning", "config", "head-bias", "vLLM", text)
+    fused = any(name.endswith(".feed_forward.experts.gate_up_proj") for name in model.tensors)
+    if "Llama4ForCausalLM" in class_names(model.config)[:1] and fused:
+        text = "under Llama4ForCausalLM SGLang skips the experts of Llama4 and starts with random ones"
+        yield Finding("warning", "config", "llama4-experts", "SGLang", text)
+
+
+def _heads(model: Headers) -> Iterator[Finding]:
+    if model.kind == "phimoe" and "lm_head.bias" in model.tensors:
+        text = "vLLM and SGLang load lm_head.bias and never add it, TGI never reads it"
+        yield Finding("warning", "config", "head-bias", "vLLM, SGLang, TGI", text)
+    heads = [name for name in model.tensors if name.endswith("lm_head.weight")]
+    if not heads or tied_by_config(ModelInfo(model.config, "config.json")):
+        return
+    lost = [engine for engine, families in _NEVER_READ_A_HEAD.items() if model.kind in families]
+    if lost:
+        text = f"{' and '.join(lost)} never read {heads[0]} of {model.kind}: the logits are wrong there"
+        hint = "the head of this model is not tied to the embedding: serve it with another engine"
+        yield Finding("error", "config", "head-lost", ", ".join(lost), text, hint)
+
+
+def _classes(model: Headers) -> Iterator[Finding]:
+    names = class_names(model.config)
+    if not names:
+        return
+    inner = class_names(model.nest("text_config"))
+    asked = {"SGLang": names[0], "llama.cpp": (inner or names)[0]}  # the converter asks the text model first
+    unknown = {engine: name for engine, name in asked.items() if name not in classes_of(engine)}
+    for engine, name in list(unknown.items()):
+        other = spelled_otherwise(name, engine)
+        if other:
+            del unknown[engine]
+            text = f"config.json says {name}, and the class is {other} in {engine}, which does not find it"
+            # where only the converter differs, the name may be the one that the repository has
+            severity: Severity = "error" if engine == "SGLang" else "warning"
+            hint = f'set "architectures": ["{other}"] in config.json'
+            yield Finding(severity, "config", "class-spelled", engine, text, hint)
+    told = []
+    if "SGLang" in unknown:
+        told.append(f"SGLang {_in_sglang(model, names[0])}")
+    if "llama.cpp" in unknown:
+        told.append(f"llama.cpp's converter refuses {unknown['llama.cpp']}")
+    if names[0].endswith(_CLASSIFIERS) and not any(HEADS.fullmatch(n) and "lm_head" in n for n in model.tensors):
+        told.append("TGI asks for an lm_head")
+    elif model.kind not in classes_of("TGI") | _TGI_CAUSAL and (
+        model.nest("vision_config") or model.nest("audio_config")
+    ):
+        told.append(f"TGI refuses model_type {model.kind}")
+    if told:
+        engines = ", ".join(engine for engine in ("SGLang", "TGI", "llama.cpp") if any(engine in t for t in told))
+        yield Finding("note", "config", "class", engines, f"no class for this model: {'; '.join(told)}")
+
+
+def _in_sglang(model: Headers, name: str) -> str:
+    """What SGLang does with a class that it does not have."""
+    if name.endswith("ForTokenClassification"):
+        return f"refuses {name}: it has no token classifier"
+    if model.kind in _NOT_THROUGH_TRANSFORMERS:
+        return f"refuses the names of {model.kind}: transformers' own model inside has others"
+    if model.kind == "jamba":
+        return "refuses it: transformers' own model cannot run inside"
+    return "runs transformers' own model inside" + (" (--is-embedding)" if name.endswith(_CLASSIFIERS) else "")
+
+
+def _nested(model: Headers) -> Iterator[Finding]:
+    """Text models and towers inside a vision model that an engine has no class for."""
+    tower, text_model = model.nest("vision_config").get("model_type"), model.nest("text_config").get("model_type")
+    if "LlavaForConditionalGeneration" in class_names(model.config)[:1] and tower in {
+        "clip_vision_model",
+        "siglip_vision_model",
+    }:
+        text = f"SGLang has a class for the Pixtral tower of a LLaVA, and none for {tower}"
+        yield Finding("warning", "config", "tower", "SGLang", text)
+    if model.kind in _TGI_WITH_A_TEXT_MODEL and text_model is not None and text_model not in _TGI_TEXT_MODELS:
+        text = f"TGI's {model.kind} has no text model {text_model} (it has {', '.join(sorted(_TGI_TEXT_MODELS))})"
+        yield Finding("warning", "config", "text-model", "TGI", text)
+
+
+def _llama_cpp(model: Headers) -> Iterator[Finding]:
+    odd = sorted({t.dtype.name for t in model.tensors.values()} - _LLAMA_CPP_DTYPES)
+    if odd:
+        name = next(n for n, t in model.tensors.items() if t.dtype.name == odd[0])
+        text = f"llama.cpp's converter knows no tensors of type {', '.join(odd)}: {name}"
+        yield Finding("warning", "config", "dtype", "llama.cpp", text)
+    biases = [name for name in model.tensors if name.endswith(".bias")]
+    if model.kind in {"cohere2", "cohere2_moe"} and biases:
+        text = f"llama.cpp's converter refuses the biases of {model.kind} unless they are all zero"
+        text += f": {some(len(biases), 'bias')}, {listed(biases)}"
+        yield Finding("warning", "config", "bias", "llama.cpp", text)
