@@ -57,8 +57,8 @@ def _measured(runs: tuple[Run | None, ...], nbytes: int, repeat: int) -> list[st
 
 
 def _encoder(scheme: Scheme, values: np.ndarray) -> Run:
-    outs = [np.empty(_nbytes(part), np.uint8) for part in scheme.parts("w", values.shape)]
-    return lambda: scheme.encode(values, outs)
+    outs = [np.empty(_nbytes(part), np.uint8) for part in scheme.parts("w", values.shape) if part.per]
+    return lambda: scheme.encode(values, outs, 5.0)
 
 
 def _nbytes(part: Part) -> int:

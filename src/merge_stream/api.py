@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from merge_stream.engine.assembler import Assembler
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.checked_source import CheckedSource
 from merge_stream.engine.events import Noted, Observer, Phase, Silent, Warned
@@ -24,6 +25,7 @@ from merge_stream.engine.executor import Executed, StopFlag
 from merge_stream.engine.executor import execute as run_plan
 from merge_stream.engine.file_checksums import crc32c_of_outputs, sha256_of_files
 from merge_stream.engine.governor import Governor
+from merge_stream.engine.largest import measure_largest
 from merge_stream.engine.limits import flush_window
 from merge_stream.engine.memory import MemoryPlan, peak_rss
 from merge_stream.engine.staging import DirectStaging
@@ -110,18 +112,30 @@ def execute(
         confirm_place(place, begun=staging.resumed)
         if staging.resumed:
             observer(Noted(f"continuing the run that began in {place.work}"))
-        observer(Phase("merging", job.plan.write_nbytes - sum(len(o.header) for o in job.plan.outputs)))
         with Governor(budget, memory, observer) as governor, sources_unchanged(job.plan):
-            executed = run_plan(
+            checked = CheckedSource(source, job.plan.chunk_sums)
+            largest = measure_largest(
                 job.plan,
-                staging,
-                CheckedSource(source, job.plan.chunk_sums),
-                job.encoding,
+                lambda: Assembler(checked, job.plan.files, job.encoding),
+                staging.done,
                 budget=budget,
                 segment_bytes=memory.segment,
                 observer=observer,
                 stop=stop,
             )
+            observer(Phase("merging", job.plan.write_nbytes - sum(len(o.header) for o in job.plan.outputs)))
+            executed = run_plan(
+                job.plan,
+                staging,
+                checked,
+                job.encoding,
+                budget=budget,
+                segment_bytes=memory.segment,
+                observer=observer,
+                stop=stop,
+                largest=largest.magnitudes,
+            )
+            executed.read_nbytes += largest.read_nbytes
     except BaseException:
         staging.close()
         raise

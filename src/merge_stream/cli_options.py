@@ -168,8 +168,8 @@ writing = _all(
     ),
     click.option(
         "--quantize",
-        type=click.Choice(["fp8-dynamic"]),
-        help="Write the linear layers quantized: float8 with a scale for each output channel.",
+        type=click.Choice(["fp8-block", "fp8-dynamic"]),
+        help="Write the linear layers quantized in this scheme.",
     ),
     click.option(
         "--quantize-ignore",
@@ -178,6 +178,7 @@ writing = _all(
         metavar="GLOB",
         help="With --quantize: modules that stay plain; repeatable.",
     ),
+    click.option("--force", is_flag=True, help="With --quantize: also where a loader is known to misread the result."),
     click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest output file."),
     click.option("--no-model-card", is_flag=True, help="Write no README.md with the origin of the weights."),
 )
@@ -272,6 +273,7 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         max_shard_size=parse_bytes(given["max_shard_size"]),
         quantize=given["quantize"],
         quantize_ignore=_quantize_ignore(given),
+        force=given["force"],
         base_model=given["base_model"],
         lora=lora_choice(given),
         write_config=not given["no_config"],
@@ -294,10 +296,13 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
 
 
 def _quantize_ignore(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """`--quantize-ignore`; UsageError when nothing is quantized."""
+    """`--quantize-ignore`; UsageError when it or `--force` is given and nothing is quantized."""
     if given["quantize_ignore"] and given["quantize"] is None:
         msg = "--quantize-ignore says what stays plain, and nothing is quantized"
         raise UsageError(msg, hint="add --quantize fp8-dynamic")
+    if given["force"] and given["quantize"] is None:
+        msg = "--force is for a quantization that a loader misreads, and nothing is quantized"
+        raise UsageError(msg, hint="leave it out, or add --quantize")
     return tuple(given["quantize_ignore"])
 
 
@@ -314,6 +319,7 @@ NOT_FOR_STAGE: Mapping[str, Any] = {
     "dtype": "keep",
     "quantize": None,
     "quantize_ignore": (),
+    "force": False,
     "max_shard_size": "5GB",
     "no_model_card": True,
     "verify": False,

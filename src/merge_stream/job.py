@@ -190,7 +190,7 @@ def _quantized(catalog: Catalog, named: Named, options: MergeOptions) -> Quantiz
         msg = f"--quantize {options.quantize} with --no-config: without config.json nobody can read the weights"
         raise UsageError(msg, hint="leave one of them out")
     tensors = {name: (r.parameter.shape, r.source.dtype) for name, r in named.parameters.items()}
-    return choose_weights(options.quantize, tensors, ignore=options.quantize_ignore)
+    return choose_weights(options.quantize, tensors, ignore=options.quantize_ignore, force=options.force)
 
 
 def _dtype_of(catalog: Catalog, folder: ModelFolder, options: MergeOptions) -> DtypeName:
@@ -360,7 +360,7 @@ def card_facts(job: Job) -> CardFacts | None:
         layout=job.options.layout,
         lora=catalog.staged.lora if catalog.staged else lora_note(job.named),
         tensors=len(plan.parameters),
-        parameters=sum(p.size for p in plan.parameters if p.part_of is None),
+        parameters=sum(p.elements for p in plan.parameters),
         nbytes=sum(p.nbytes for p in plan.parameters),
         files=len(plan.outputs),
         base_id=hub_id_of(folder.base_id, *config_names(folder.info.config, catalog.beside)),

@@ -22,7 +22,7 @@ DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 LayoutName = Literal["upstream", "as-is"]
 StagingName = Literal["direct", "zarr"]
 IoName = Literal["auto", "pread", "mmap"]
-QuantizeName = Literal["fp8-dynamic"]
+QuantizeName = Literal["fp8-block", "fp8-dynamic"]
 LoraMode = Literal["merge", "keep", "both"]
 WeightsName = Literal["master", "module"]
 
@@ -65,6 +65,7 @@ class MergeOptions:
 
     quantize        scheme in which the linear layers are written, or None; `dtype` governs all others
     quantize_ignore globs of modules that stay plain
+    force           quantize also where a loader is known to read the result wrongly
     base_model      folder with config.json, tokenizer and (where present) safetensors headers
     model_card      write a README.md with the origin of the weights where the folder brings none
     materialize_tied  write the output head although it is tied to the embedding
@@ -81,6 +82,7 @@ class MergeOptions:
     dtype: DtypeName = "keep"
     quantize: QuantizeName | None = None
     quantize_ignore: tuple[str, ...] = ()
+    force: bool = False
     layout: LayoutName = "upstream"
     max_shard_size: int = 5_000_000_000
     base_model: str | None = None

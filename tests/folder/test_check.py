@@ -426,7 +426,7 @@ def test_fused_layers_quantized_in_part(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.v_proj.weight"] = torch.zeros(128, 128).to(torch.float8_e4m3fn)
     tensors["model.layers.0.self_attn.v_proj.weight_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    assert quantized_rules(path) == {"fused-layers"}
+    assert quantized_rules(path) == {"fused-layers", "excluded"}  # and the plain part is not named
 
 
 def test_compressed_tensors_groups(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from merge_stream import api
-from merge_stream.encodings.base import Scheme, schemes, temporaries
+from merge_stream.encodings.base import Scheme, row_nbytes, schemes, temporaries
 from merge_stream.engine.compare_quantized import QuantizationError, _measure
 from merge_stream.engine.memory import plan_memory
 from merge_stream.options import MergeOptions
+from merge_stream.planning.plan import QuantizedPart
 from tests.folder.models import checkpoint, llama, llama_config
 
 SHAPES = [(4000, 64), (300, 4096), (3, 200_000)]
@@ -35,11 +36,13 @@ def peak_of(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("scheme", schemes(), ids=lambda scheme: scheme.name)
 def test_no_scheme_takes_more_than_is_told(scheme: Scheme, shape: tuple[int, int], dtype: type[np.generic]) -> None:
+    shape = (shape[0], -(-shape[1] // 128) * 128)
     values = np.random.default_rng(0).standard_normal(shape).astype(dtype)
-    outs = [np.empty(int(np.prod(p.shape)) * p.dtype.itemsize, np.uint8) for p in scheme.parts("w", shape)]
-    assert peak_of(lambda: scheme.encode(values, outs)) <= temporaries(shape[1], compared=False)
+    parts = [QuantizedPart(0, p.per, row_nbytes(p, shape)) for p in scheme.parts("w", shape) if p.per]
+    outs = [np.empty(-(-shape[0] // p.per) * p.row_nbytes, np.uint8) for p in parts]
+    assert peak_of(lambda: scheme.encode(values, outs, 5.0)) <= temporaries(shape[1], compared=False)
     error = QuantizationError("w", values.size)
-    assert peak_of(lambda: _measure(scheme, outs, values, error)) <= temporaries(shape[1], compared=True)
+    assert peak_of(lambda: _measure(scheme, parts, outs, values, error, 5.0)) <= temporaries(shape[1], compared=True)
 
 
 @pytest.fixture

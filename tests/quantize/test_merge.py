@@ -29,7 +29,7 @@ EXPERT = "model.layers.0.mlp.experts.{}.{}.weight"
 
 def config(**changes: Any) -> dict[str, Any]:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 48}
-    return llama_config(**sizes, **changes)
+    return llama_config(**(sizes | changes))
 
 
 def model(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ def test_the_index_counts_parameters_and_not_scales(tmp_path: Path, source: Path
 
 def written(source: Path, segment: int, workers: int, **options: Any) -> Iterator[bytes]:
     """The bytes of every file, by a run with segments of that size."""
-    job = api.make_plan(api.open_checkpoint([source]), MergeOptions(quantize="fp8-dynamic", **options))
+    job = api.make_plan(api.open_checkpoint([source]), MergeOptions(**({"quantize": "fp8-dynamic"} | options)))
     staging, reader = MemoryStaging(job.plan), LocalSource()
     budget = MemoryBudget(slots=workers, slab_bytes=8 * segment + (1 << 18))
     execute(
@@ -221,6 +221,36 @@ def test_fused_layers_stay_together(tmp_path: Path, source: Path, capsys: pytest
     assert check_folder(tmp_path / "out").ok
 
 
+def test_weights_whose_shape_does_not_fit_stay_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """k_proj has 192 rows, which transformers would dequantize wrongly in blocks of 128: q and v stay plain with it."""
+    tensors = llama(layers=1, vocab=48, hidden=256) | {"model.layers.0.self_attn.k_proj.weight": torch.ones(192, 256)}
+    source = model_folder(tmp_path / "m", tensors, config(hidden_size=256, intermediate_size=512, num_hidden_layers=1))
+    assert merge(source, tmp_path / "out", "--quantize", "fp8-block", "--layout", "as-is") == 0
+    found = tensors_of(tmp_path / "out")
+    attention = "model.layers.0.self_attn."
+    eight_bits = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert eight_bits == {
+        f"{attention}o_proj.weight",
+        *(f"model.layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+    }
+    plain = {f"{attention}{p}_proj" for p in "qkv"}
+    assert plain <= set(config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"])
+    told = lines(capsys)
+    assert f"1 weight stays plain, since fp8-block cannot take the shape: {attention}k_proj.weight" in told
+    assert "[192, 256] is not made of whole blocks of 128 x 128" in told
+    assert "2 more weights stay plain, since engines make one layer of them and what has no such shape" in told
+    assert check_folder(tmp_path / "out").ok
+
+
+def test_a_model_of_which_nothing_fits_is_refused(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert merge(source, tmp_path / "out", "--quantize", "fp8-block") == 1
+    told = lines(capsys)
+    assert "nothing is left to quantize: 14 weights of 14 cannot be written so" in told
+    assert "fp8-dynamic takes any shape" in told
+
+
 def test_experts_routers_towers_and_a_tied_head(tmp_path: Path) -> None:
     tensors = {n: t for n, t in model().items() if ".mlp." not in n and n != "lm_head.weight"}
     for layer in range(2):
@@ -297,6 +327,7 @@ def test_a_model_without_known_linear_layers_is_refused(tmp_path: Path, capsys: 
     ("options", "message", "hint"),
     [
         (("--quantize-ignore", "x"), "nothing is quantized", "add --quantize fp8-dynamic"),
+        (("--force",), "nothing is quantized", "add --quantize"),
         (("--quantize", "fp8-dynamic", "--quantize-ignore", "no.such"), "fits none of 14 weights", "one of them is"),
         (("--quantize", "fp8-dynamic", "--quantize-ignore", "*"), "nothing is left to quantize", "leave it out"),
         (("--quantize", "fp8-dynamic", "--no-config"), "without config.json nobody can read", "one of them"),
@@ -349,4 +380,4 @@ def test_check_finds_what_loaders_would_misread(tmp_path: Path, source: Path, fa
         tensors[name] = tensors[name].to(torch.bfloat16)
     save_file(tensors, file, {"format": "pt"})
     rules = {f.rule for f in check_folder(tmp_path / "out").findings if f.severity == "error"}
-    assert ("excluded" if fault == "unnamed" else "channel-scales") in rules
+    assert ("excluded" if fault == "unnamed" else "scales") in rules

@@ -1,41 +1,39 @@
 """`fp8-dynamic`: float8 e4m3 weights with one scale for each output channel (compressed-tensors FP8_DYNAMIC).
 
 `NAME.weight` [out, in] becomes `NAME.weight` F8_E4M3 [out, in] and `NAME.weight_scale` F32 [out, 1]; the value is their
-product, and engines quantize activations themselves, token by token. Rule of compressed-tensors 0.20
-(`calculate_qparams`, `quantize`): scale = largest magnitude of the row / 448, in float32; where that is zero it is
-the epsilon of float32, 2^-23; code = float8 of value / scale clamped to +-448. Any shape will do. Loads in
+product, and engines quantize activations themselves, token by token. Rule of compressed-tensors 0.20: scale = largest
+magnitude of the row / 448; code = float8 of value / scale clamped to +-448. Any shape will do. Loads in
 transformers 4.57 and 5.24, vLLM and SGLang, and llama.cpp's converter takes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
+from merge_stream.encodings._compressed import EPSILON, CompressedTensors, count_not_finite, dynamic
 from merge_stream.encodings._e4m3 import LARGEST, decode_e4m3, encode_e4m3
 from merge_stream.encodings.base import BLOCK, Part
 from merge_stream.tensors.dtype import F8_E4M3, F32
 
 __all__ = ["MEMBER"]
 
-_EPSILON = np.finfo(np.float32).eps
-_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 
-
-class Fp8Dynamic:
+class Fp8Dynamic(CompressedTensors):
     """One scale for each row."""
 
     name = "fp8-dynamic"
-    rows = 1
-    method = "compressed-tensors"
+    format = "float-quantized"
+    weights: ClassVar = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    activations = dynamic("float", 8, "token")
 
     def parts(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """The weight and its scales."""
         return Part(name, F8_E4M3, shape), Part(f"{name}_scale", F32, (shape[0], 1))
 
-    def encode(self, values: np.ndarray, outs: Sequence[np.ndarray]) -> int:
+    def encode(self, values: np.ndarray, outs: Sequence[np.ndarray], largest: float) -> int:  # noqa: ARG002
         """Fill codes and scales of whole rows; returns how many values are NaN or infinite."""
         codes, scales = outs[0].reshape(values.shape), outs[1].view(np.float32)
         columns = values.shape[1]
@@ -48,46 +46,17 @@ class Fp8Dynamic:
                 x, free = wide[: len(part)], scratch[: len(part)]
                 np.copyto(x, part, casting="unsafe")
                 scale = np.abs(x, out=free.view(np.float32)).max(axis=1)
-                if not np.isfinite(scale).all():
-                    bad += int(x.size - np.count_nonzero(np.isfinite(x)))
+                bad += count_not_finite(x, scale)
                 scale /= LARGEST
-                scale[scale == 0] = _EPSILON
+                scale[scale == 0] = EPSILON
                 scales[low : low + step] = scale
                 x /= scale[:, None]
                 encode_e4m3(x, free, codes[low : low + step])
         return bad
 
-    def decode(self, outs: Sequence[np.ndarray], columns: int) -> np.ndarray:
+    def decode(self, outs: Sequence[np.ndarray], columns: int, largest: float) -> np.ndarray:  # noqa: ARG002
         """The float32 values that engines compute with."""
         return decode_e4m3(outs[0]).reshape(-1, columns) * outs[1].view(np.float32)[:, None]
-
-    def settings(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config` of config.json; `ignored` are the modules that stay plain."""
-        group = {
-            "targets": ["Linear"],
-            "format": "float-quantized",
-            "weights": {**_EIGHT_BITS, "dynamic": False, "strategy": "channel"},
-            "input_activations": {**_EIGHT_BITS, "dynamic": True, "strategy": "token"},
-            "output_activations": None,
-        }
-        return {
-            "quant_method": self.method,
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": list(ignored),
-            "kv_cache_scheme": None,
-            "global_compression_ratio": None,
-        }
-
-    def wrote(self, settings: dict[str, Any]) -> bool:
-        """True when `quantization_config` describes weights of this scheme."""
-        groups = settings.get("config_groups")
-        if settings.get("quant_method") != self.method or not isinstance(groups, dict) or len(groups) != 1:
-            return False
-        weights = next(iter(groups.values())).get("weights") or {}
-        wanted = {**_EIGHT_BITS, "dynamic": False, "strategy": "channel"}
-        return all(weights.get(key) == value for key, value in wanted.items())
 
 
 MEMBER = Fp8Dynamic()

@@ -25,7 +25,7 @@ from merge_stream.tensors.box import Box, row_major_strides
 from merge_stream.tensors.dtype import DType
 from merge_stream.tensors.ref import ShardTable, SourceFile
 
-__all__ = ["Assembler", "slab_bytes"]
+__all__ = ["Assembler", "not_finite", "slab_bytes"]
 
 Ints = tuple[int, ...]
 _Regions = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -73,27 +73,36 @@ class Assembler:
         lease.rewind(mark)
 
     def quantized(
-        self, parameter: ParameterPlan, boxes: Sequence[Box], outs: Sequence[np.ndarray], lease: Lease
+        self,
+        parameter: ParameterPlan,
+        boxes: Sequence[Box],
+        outs: Sequence[np.ndarray],
+        lease: Lease,
+        largest: float,
     ) -> np.ndarray:
-        """Fill `outs` (uint8: the weight, its scales) with the encoded rows that `boxes` make up, one after another.
+        """Fill `outs` (uint8: codes, scales) with the encoded rows that `boxes` make up, one after another.
 
         Returns the rows as the source has them, in the lease. CorruptCheckpointError when a value is NaN or infinite.
+        `largest` is the magnitude that a scheme looks up before (see `Scheme`).
         """
         assert parameter.quantized is not None
-        source, scheme = parameter.source, scheme_named(parameter.quantized.scheme)
+        rows = self.rows(parameter, boxes, lease)
+        bad = scheme_named(parameter.quantized.scheme).encode(rows, outs, largest)
+        if bad:
+            raise not_finite(parameter.quantized.name, bad)
+        return rows
+
+    def rows(self, parameter: ParameterPlan, boxes: Sequence[Box], lease: Lease) -> np.ndarray:
+        """The rows of a quantized parameter that `boxes` make up, one after another, as the source has them."""
+        assert parameter.quantized is not None
+        source = parameter.source
         values = lease.take(sum(box.size for box in boxes) * source.dtype.itemsize)
         at = 0
         for box in boxes:
             stop = at + box.size * source.dtype.itemsize
             self._fill(source.takes, box, source.dtype, values[at:stop], lease)
             at = stop
-        rows = values.view(source.dtype.numpy()).reshape(-1, parameter.shape[1])
-        bad = scheme.encode(rows, outs)
-        if bad:
-            msg = f"{parameter.name} holds {bad} values that are NaN or infinite (perhaps more): it cannot be quantized"
-            hint = "such a model is broken; merge it without --quantize to look at it, or leave the tensor plain"
-            raise CorruptCheckpointError(msg, hint=f"{hint} (--quantize-ignore {parameter.name})")
-        return rows
+        return values.view(source.dtype.numpy()).reshape(-1, parameter.quantized.columns)
 
     def _fill(self, takes: Sequence[ResolvedTake], box: Box, dtype: DType, values: np.ndarray, lease: Lease) -> None:
         """Read every take's part of `box` into `values` (uint8), and add its fold."""
@@ -201,6 +210,13 @@ class Assembler:
     def _read(self, file: int, offset: int, into: np.ndarray) -> None:
         self._source.read_into(self._paths[file], offset, into.data)
         self.read_nbytes += len(into)
+
+
+def not_finite(name: str, count: int) -> CorruptCheckpointError:
+    """What is raised for a weight with values that are NaN or infinite."""
+    msg = f"{name} holds {count} values that are NaN or infinite (perhaps more): it cannot be quantized"
+    hint = "such a model is broken; merge it without --quantize to look at it, or leave the tensor plain"
+    return CorruptCheckpointError(msg, hint=f"{hint} (--quantize-ignore {name})")
 
 
 def _wanted(take: ResolvedTake, part: Box) -> Box:

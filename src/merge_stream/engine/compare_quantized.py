@@ -16,9 +16,11 @@ import numpy as np
 from merge_stream.encodings.base import BLOCK, Scheme, scheme_named
 from merge_stream.engine.assembler import Assembler
 from merge_stream.engine.budget import MemoryBudget
-from merge_stream.engine.events import Observer, Progress
+from merge_stream.engine.events import Observer, Progress, Silent
 from merge_stream.engine.executor import StopFlag, assemble_quantized, run_workers
-from merge_stream.planning.plan import Plan
+from merge_stream.engine.journal import DoneRanges
+from merge_stream.engine.largest import measure_largest
+from merge_stream.planning.plan import Plan, QuantizedPart
 from merge_stream.planning.segments import Segment, segments_of
 from merge_stream.storage.base import ByteSource
 
@@ -68,44 +70,56 @@ def compare_quantized(
     """
     found: dict[str, QuantizationError] = {}
     tell = threading.Lock()
+    known = measure_largest(
+        plan, wanted, DoneRanges(), budget=budget, segment_bytes=segment_bytes, observer=Silent(), stop=stop
+    )
 
     def work(segments: Iterator[Segment]) -> None:
         assembler = wanted()
         for segment in segments:
             stop.check()
             parameter = plan.parameters[segment.tiles[0].parameter]
-            assert parameter.quantized is not None
+            quantized = parameter.quantized
+            assert quantized is not None
             with budget.lease() as lease:
-                pieces, values = assemble_quantized(plan, segment, assembler, lease)
-                read = [lease.take(len(piece.data)) for piece in pieces]
-                for piece, there in zip(pieces, read, strict=True):
+                rows = assemble_quantized(plan, segment, assembler, lease, known.magnitudes)
+                read = [lease.take(len(piece.data)) for piece in rows.pieces]
+                for piece, there in zip(rows.pieces, read, strict=True):
                     written.read_into(paths[piece.output], piece.start, there.data)
-                part = QuantizationError(parameter.name, parameter.size)
-                for piece, there in zip(pieces, read, strict=True):
+                part = QuantizationError(quantized.name, parameter.elements)
+                for piece, there in zip(rows.pieces, read, strict=True):
                     part.different += int(np.count_nonzero(there != np.frombuffer(piece.data, np.uint8)))
-                _measure(scheme_named(parameter.quantized.scheme), read, values, part)
+                parts = [part_of for part_of in quantized.parts if part_of.per]
+                _measure(scheme_named(quantized.scheme), parts, read[: rows.by_rows], rows.values, part, rows.largest)
             with tell:
                 _join(found.setdefault(part.name, QuantizationError(part.name, part.size)), part)
                 observer(Progress(segment.nbytes))
 
-    run_workers((s for s in segments_of(plan, segment_bytes) if s.parts), work, budget.slots, stop)
+    run_workers((s for s in segments_of(plan, segment_bytes) if s.quantized), work, budget.slots, stop)
     return sorted(found.values(), key=lambda error: (error.snr, error.name))
 
 
-def _measure(scheme: Scheme, read: Sequence[np.ndarray], values: np.ndarray, into: QuantizationError) -> None:
-    """Add the errors of one tile, in blocks of whole bands."""
+def _measure(  # noqa: PLR0917 - what was read and what it stands for
+    scheme: Scheme,
+    parts: Sequence[QuantizedPart],
+    read: Sequence[np.ndarray],
+    values: np.ndarray,
+    into: QuantizationError,
+    largest: float,
+) -> None:
+    """Add the errors of one tile, some rows at a time: whole bands, or rows of one band."""
     rows, columns = values.shape
-    step = max(BLOCK // columns // scheme.rows, 1) * scheme.rows
-    count = -(-rows // scheme.rows)
+    step = max(BLOCK // columns, 1)
+    step = step // scheme.rows * scheme.rows or 1 << step.bit_length() - 1  # a power of two divides every band
     with np.errstate(all="ignore"):
         for low in range(0, rows, step):
             high = min(low + step, rows)
-            outs = [read[0][low * columns : high * columns]]
-            for scales in read[1:]:
-                row = len(scales) // count
-                outs.append(scales[low // scheme.rows * row : -(-high // scheme.rows) * row])
+            outs = [
+                there[low // part.per * part.row_nbytes : -(-high // part.per) * part.row_nbytes]
+                for part, there in zip(parts, read, strict=True)
+            ]
             source = values[low:high].astype(np.float64)
-            error = np.abs(scheme.decode(outs, columns) - source)
+            error = np.abs(scheme.decode(outs, columns, largest) - source)
             relative = error[source != 0] / np.abs(source[source != 0])
             into.max_abs = max(into.max_abs, _largest(error))
             into.max_rel = max(into.max_rel, _largest(relative))

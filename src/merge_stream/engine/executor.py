@@ -9,11 +9,12 @@ no queues: what is in flight is what is leased.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from merge_stream.encodings.base import Encoding
+from merge_stream.encodings.base import Encoding, scheme_named
 from merge_stream.engine.assembler import Assembler
 from merge_stream.engine.budget import Lease, MemoryBudget
 from merge_stream.engine.events import Observer, Progress
@@ -26,7 +27,7 @@ from merge_stream.storage.base import ByteSource
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Executed", "StopFlag", "assemble_quantized", "execute", "run_workers"]
+__all__ = ["Executed", "QuantizedRows", "StopFlag", "assemble_quantized", "execute", "run_workers"]
 
 T = TypeVar("T")
 
@@ -72,9 +73,11 @@ def execute(
     segment_bytes: int,
     observer: Observer,
     stop: StopFlag,
+    largest: Mapping[str, float] = MappingProxyType({}),
 ) -> Executed:
     """Write every segment that is not done; returns when all are written and synced.
 
+    `largest` are the magnitudes that the scheme of the plan looks up before (`engine.largest`).
     On any error the first one is raised after all workers have ended; what was written
     stays journaled.
     """
@@ -96,8 +99,8 @@ def execute(
         for segment in segments:
             stop.check()
             with budget.lease() as lease:
-                if segment.parts:
-                    staging.write_together(assemble_quantized(plan, segment, assembler, lease)[0])
+                if segment.quantized:
+                    staging.write_together(assemble_quantized(plan, segment, assembler, lease, largest).pieces)
                 else:
                     staging.write(segment.output, segment.start, assemble_segment(plan, segment, assembler, lease))
             with tell:
@@ -123,15 +126,36 @@ def assemble_segment(plan: Plan, segment: Segment, assembler: Assembler, lease: 
     return out.data
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedRows:
+    """Rows of a quantized parameter: what they become and where that goes, and the source's `values` of them.
+
+    The first `by_rows` of the `pieces` are codes and scales; others stand for the whole weight. `largest` is the
+    magnitude that the scales were made of, 0 where the scheme looks at none.
+    """
+
+    pieces: list[PlacedBytes]
+    by_rows: int
+    values: np.ndarray
+    largest: float
+
+
 def assemble_quantized(
-    plan: Plan, segment: Segment, assembler: Assembler, lease: Lease
-) -> tuple[list[PlacedBytes], np.ndarray]:
-    """The encoded bytes of a segment of a quantized parameter and of its scales, and the source's values in rows."""
-    outs = [lease.take(span.stop - span.start, phase=span.start) for span in segment.spans]
-    boxes = [tile.box for tile in segment.tiles]
-    values = assembler.quantized(plan.parameters[segment.tiles[0].parameter], boxes, outs, lease)
-    pieces = [PlacedBytes(span.output, span.start, out.data) for span, out in zip(segment.spans, outs, strict=True)]
-    return pieces, values
+    plan: Plan, segment: Segment, assembler: Assembler, lease: Lease, largest: Mapping[str, float]
+) -> QuantizedRows:
+    """The encoded bytes of a segment of a quantized parameter and of its scales, in the lease."""
+    parameter = plan.parameters[segment.tiles[0].parameter]
+    quantized = parameter.quantized
+    assert quantized is not None
+    top = largest[quantized.together] if quantized.together else 0.0
+    outs = [lease.take(span.stop - span.start, phase=span.start) for span in segment.by_rows]
+    values = assembler.quantized(parameter, [tile.box for tile in segment.tiles], outs, lease, top)
+    pieces = [PlacedBytes(span.output, span.start, out.data) for span, out in zip(segment.by_rows, outs, strict=True)]
+    if segment.whole:
+        contents = scheme_named(quantized.scheme).whole(quantized.shape, top)
+        for span, content in zip(segment.whole, contents, strict=True):
+            pieces.append(PlacedBytes(span.output, span.start, memoryview(content)))
+    return QuantizedRows(pieces, len(outs), values, top)
 
 
 def run_workers(items: Iterable[T], worker: Callable[[Iterator[T]], None], count: int, stop: StopFlag) -> None:

@@ -89,7 +89,7 @@ def finish_folder(
     if INDEX_NAME in origins:
         weight_map = {p.name: plan.outputs[p.output].name for p in model}
         size = sum(p.nbytes for p in model)
-        count = sum(p.size for p in model if p.part_of is None)
+        count = sum(p.elements for p in model)
         index = build_index(weight_map, total_size=size, total_parameters=count)
         _write(os.path.join(staging.model_dir, INDEX_NAME), index)
     if card is not None and origins.get(CARD_NAME) == _OURS:

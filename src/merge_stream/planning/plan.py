@@ -29,6 +29,7 @@ __all__ = [
     "ParameterPlan",
     "Plan",
     "Quantized",
+    "QuantizedPart",
     "ResolvedTake",
     "Scaled",
     "fingerprint_of",
@@ -109,19 +110,43 @@ class Assembly:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedPart:
+    """A parameter that holds a part of a quantized weight; one row of it stands for `per` rows of the weight.
+
+    `per` is 0 for a part that stands for the whole weight: it is written with its first rows.
+    """
+
+    parameter: int
+    per: int
+    row_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quantized:
-    """The form in which a weight is written: a scheme of `encodings`, and the parameters that hold its scales."""
+    """The form in which a weight is written: a scheme of `encodings`, and the parameters that hold its parts.
+
+    `name` and `shape` are the weight's, whose codes may be packed; `parts` begin with those codes. Weights with the
+    same `together` share the largest magnitude that their scales are made of; "": the scheme looks at none.
+    """
 
     scheme: str
-    parts: tuple[int, ...]
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[QuantizedPart, ...]
+    together: str = ""
+
+    @property
+    def columns(self) -> int:
+        """Elements in a row."""
+        return self.shape[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterPlan:
     """One output tensor: `nbytes` bytes at byte `start` of output file `output`.
 
-    `bands` tell where it may be cut; None: anywhere, and its bytes stand without a gap. A `quantized`
-    parameter is cut in whole bands of rows, and each piece fills the same rows of its scales too; those
+    `bands` tell where it may be cut, in elements of its source; None: anywhere, and its bytes stand without a gap. A
+    `quantized` parameter is cut in whole bands of rows, and each piece fills the same rows of its scales too; those
     are parameters of their own, `part_of` it, with a source that holds nothing.
     """
 
@@ -146,9 +171,14 @@ class ParameterPlan:
         return self.size * self.dtype.itemsize
 
     @property
+    def elements(self) -> int:
+        """Number of elements of the model that it holds: packed codes hold several each, scales none."""
+        return 0 if self.part_of is not None else Box.whole(self.source.view).size
+
+    @property
     def source_nbytes(self) -> int:
-        """Bytes that are read for it."""
-        return 0 if self.part_of is not None else self.size * self.source.dtype.itemsize
+        """Bytes of the source that it is made of."""
+        return self.elements * self.source.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +226,8 @@ class Plan:
 
     @property
     def read_nbytes(self) -> int:
-        """Tensor bytes that a merge reads."""
-        return sum(p.source_nbytes for p in self.parameters)
+        """Tensor bytes that a merge reads; those of weights that are looked at before they are written count twice."""
+        return sum(p.source_nbytes * (1 + bool(p.quantized and p.quantized.together)) for p in self.parameters)
 
     @property
     def write_nbytes(self) -> int:

@@ -9,17 +9,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from merge_stream.containers.safetensors_file import HeaderEntry, build_header
-from merge_stream.encodings.base import Encoding, Part, Scheme, scheme_named
+from merge_stream.encodings.base import Encoding, Part, Scheme, row_nbytes, scheme_named
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.options import MergeOptions
 from merge_stream.planning.bands import Bands
 from merge_stream.planning.layout import Placed, file_name, split_in_files
-from merge_stream.planning.plan import Assembly, LowRank, OutputFile, ParameterPlan, Plan, Quantized, Scaled
-from merge_stream.planning.quantize import QuantizedWeights
+from merge_stream.planning.plan import (
+    Assembly,
+    LowRank,
+    OutputFile,
+    ParameterPlan,
+    Plan,
+    Quantized,
+    QuantizedPart,
+    Scaled,
+)
+from merge_stream.planning.quantize import QuantizedWeights, shares_scale_with
 from merge_stream.tensors.parameter import Parameter
 from merge_stream.tensors.ref import Catalog, ShardTable
 
-__all__ = ["ADAPTER_FILE", "DATA_ALIGNMENT", "PLAN_VERSION", "RULE_VERSION", "Resolved", "joined", "make_plan"]
+__all__ = [
+    "ADAPTER_FILE",
+    "DATA_ALIGNMENT",
+    "PLAN_VERSION",
+    "RULE_VERSION",
+    "Becomes",
+    "Resolved",
+    "joined",
+    "make_plan",
+]
 
 ADAPTER_FILE = "lora_adapter/adapter_model.safetensors"
 PLAN_VERSION = 1
@@ -67,8 +85,8 @@ def make_plan(
         for r in resolved
     }
     parts = _parts(resolved, quantized)
-    by_name = _by_name([*resolved, *(_scales(part) for of in parts.values() for part in of[1:])])
-    dtypes |= {part.name: part.dtype for of in parts.values() for part in of}
+    by_name = _by_name([piece for r in resolved for piece in _pieces(r, parts.get(r.parameter.name))])
+    dtypes |= {part.name: part.dtype for of in parts.values() for part in of.parts}
     _refuse_more_dims([*resolved, *adapter])
     placed = [
         Placed(name, dtypes[name], math.prod(r.parameter.shape) * dtypes[name].itemsize) for name, r in by_name.items()
@@ -98,32 +116,54 @@ def make_plan(
     )
 
 
-def _parts(resolved: Sequence[Resolved], quantized: QuantizedWeights) -> dict[str, tuple[Part, ...]]:
+@dataclass(frozen=True, slots=True)
+class Becomes:
+    """The tensors that a quantized weight of that shape is written as."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def _parts(resolved: Sequence[Resolved], quantized: QuantizedWeights) -> dict[str, Becomes]:
     """The tensors that each quantized weight becomes."""
     if not quantized.names:
         return {}
     scheme = scheme_named(quantized.scheme)
     shapes = ((r.parameter.name, r.parameter.shape) for r in resolved)
-    return {name: scheme.parts(name, shape) for name, shape in shapes if name in quantized.names}
+    return {name: Becomes(shape, scheme.parts(name, shape)) for name, shape in shapes if name in quantized.names}
 
 
-def _scales(part: Part) -> Resolved:
-    """A tensor that comes out of the encoding of another one: nothing is read for it."""
-    return Resolved(Parameter(part.name, part.shape, part.shape, ()), Assembly(part.shape, part.dtype, ()))
+def _pieces(resolved: Resolved, becomes: Becomes | None) -> list[Resolved]:
+    """What is written for a parameter: itself or, quantized, its codes with its source, and scales without one."""
+    if becomes is None:
+        return [resolved]
+    codes, *scales = becomes.parts
+    found = [replace(resolved, parameter=replace(resolved.parameter, name=codes.name, shape=codes.shape))]
+    for part in scales:
+        empty = Parameter(part.name, part.shape, part.shape, ())
+        found.append(Resolved(empty, Assembly(part.shape, part.dtype, ())))
+    return found
 
 
-def joined(
-    parameters: Iterable[ParameterPlan], parts: Mapping[str, Sequence[Part]], scheme: Scheme
-) -> list[ParameterPlan]:
-    """Parameters that know of each other: weights where their scales stand, scales whose they are."""
+def joined(parameters: Iterable[ParameterPlan], weights: Mapping[str, Becomes], scheme: Scheme) -> list[ParameterPlan]:
+    """Parameters that know of each other: codes where their scales stand, scales whose they are.
+
+    `weights` are those that are quantized, by name.
+    """
     found = list(parameters)
     places = {p.name: k for k, p in enumerate(found)}
-    for name, (_, *scales) in parts.items():
-        weight = found[places[name]]
-        indices = tuple(places[part.name] for part in scales)
-        bands = Bands(scheme.rows * weight.shape[1], max(weight.size, 1))
-        found[places[name]] = replace(weight, bands=bands, quantized=Quantized(scheme.name, indices))
-        for k in indices:
+    for name, becomes in weights.items():
+        shape = becomes.shape
+        at, *scales = (places[part.name] for part in becomes.parts)
+        parts = tuple(
+            QuantizedPart(places[part.name], part.per, row_nbytes(part, shape) if part.per else 0)
+            for part in becomes.parts
+        )
+        together = shares_scale_with(name, weights) if scheme.shares else name
+        quantized = Quantized(scheme.name, name, shape, parts, together if scheme.measured else "")
+        bands = Bands(scheme.rows * shape[-1], max(math.prod(shape), 1))
+        found[at] = replace(found[at], bands=bands, quantized=quantized)
+        for k in scales:
             found[k] = replace(found[k], part_of=name)
     return found
 

@@ -4,7 +4,7 @@ Quantized are the linear layers of the language model's blocks, by an allow-list
 (embeddings, head, norms, routers, convolutions, state-space layers, vision and audio towers) stays plain, and each
 module of it is named in full, since loaders match such lists in different ways (transformers 5.24, vLLM 0.33, SGLang
 0.5.23, compressed-tensors 0.20). Layers that engines fuse, and all experts of a block, are quantized together or
-not at all.
+not at all; a weight whose shape a scheme cannot take leaves those that belong with it plain too.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from merge_stream.architectures.families import AUDIO_AND_VISION
+from merge_stream.encodings.base import scheme_named
 from merge_stream.errors import UnsupportedError, UsageError
 from merge_stream.tensors.dtype import DType
 from merge_stream.units import counted
 
-__all__ = ["FUSED", "QuantizedWeights", "choose_weights", "is_linear"]
+__all__ = ["FUSED", "QuantizedWeights", "choose_weights", "is_linear", "shares_scale_with"]
 
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -60,49 +61,82 @@ def is_linear(name: str) -> bool:
 
 
 def choose_weights(
-    scheme: str,
+    name: str,
     tensors: Mapping[str, tuple[tuple[int, ...], DType]],
     *,
     ignore: Sequence[str] = (),
+    force: bool = False,
 ) -> QuantizedWeights:
     """Choose among the tensors of the model (name -> shape, source type); `ignore` are globs of what stays plain.
 
-    UnsupportedError when the model is quantized already, has stacked experts or no known linear layer;
-    UsageError when a glob fits nothing.
+    UnsupportedError when the model is quantized already, has stacked experts, no known linear layer or none that the
+    scheme can take, or (without `force`) when a loader is known to read it wrongly; UsageError when a glob fits
+    nothing.
     """
+    scheme = scheme_named(name)
     _refuse_quantized(tensors)
-    _refuse_stacked(scheme, tensors)
-    able = {name for name, (shape, dtype) in tensors.items() if _able(name, shape, dtype)}
+    _refuse_stacked(name, tensors)
+    able = {weight for weight, (shape, dtype) in tensors.items() if _able(weight, shape, dtype)}
     if not able:
-        msg = f"--quantize {scheme}: none of {counted(len(tensors), 'tensor')} is a linear layer of a known name"
+        msg = f"--quantize {name}: none of {counted(len(tensors), 'tensor')} is a linear layer of a known name"
         hint = (
             "known are q_proj, k_proj, gate_proj and their like in `layers.N`; without --quantize the model is merged"
         )
         raise UnsupportedError(msg, hint=hint)
-    plain = _ignored(able, ignore)
-    with_others: list[str] = []
+    asked = _ignored(able, ignore)
+    unfit = {weight: why for weight in able - asked if (why := scheme.fits(tensors[weight][0]))}
+    with_others = _with_others(able, asked | unfit.keys())
+    names = frozenset(able - asked - unfit.keys() - with_others)
+    if not names:
+        _refuse_nothing_left(name, able, unfit)
+    experts = any(_EXPERT.match(weight) for weight in names)
+    objection = scheme.objection(experts=experts)
+    if objection and not force:
+        raise UnsupportedError(f"--quantize {name}: {objection}", hint="choose another scheme, or add --force")
+    left = sorted({*_modules(tensors, names), *_heads(list(tensors))})
+    size = sum(math.prod(tensors[weight][0]) for weight in names)
+    share = size / max(sum(math.prod(shape) for shape, _ in tensors.values()), 1)
+    count = counted(len(names), "weight is", "weights are")
+    notes = [f"{count} written as {name} ({share:.0%} of all elements); the others stay plain"]
+    if unfit:
+        count, first = counted(len(unfit), "weight stays", "weights stay"), min(unfit)
+        notes.append(f"{count} plain, since {name} cannot take the shape: {_shown(unfit)} ({first}: {unfit[first]})")
+    if with_others:
+        count = counted(len(with_others), "more weight stays", "more weights stay")
+        cause = " and ".join(
+            words for words, of in (("what --quantize-ignore names", asked), ("what has no such shape", unfit)) if of
+        )
+        notes.append(f"{count} plain, since engines make one layer of them and {cause}: {_shown(with_others)}")
+    notes += [text for text in (objection, scheme.remark(experts=experts)) if text]
+    return QuantizedWeights(name, names, tuple(left), tuple(notes))
+
+
+def shares_scale_with(name: str, names: Collection[str]) -> str:
+    """The first of `names` that engines make one layer of with `name`: their scales must be made of one magnitude."""
+    module, last, suffix = name.rsplit(".", 2)
+    group = next((group for group in FUSED if last in group), (last,))
+    return next(other for part in group if (other := f"{module}.{part}.{suffix}") in names)
+
+
+def _with_others(able: set[str], plain: set[str]) -> set[str]:
+    """Weights that stay plain because those do which engines make one layer of them with."""
     together: dict[str, set[str]] = defaultdict(set)
     for name in able:
         together[_group(name)].add(name)
-    for group in together.values():
-        asked = group & plain
-        if asked and asked != group:
-            with_others += group - asked
-            plain |= group
-    names = frozenset(able - plain)
-    if not names:
-        msg = f"--quantize {scheme}: nothing is left to quantize"
-        raise UsageError(msg, hint="--quantize-ignore names everything; leave it out, or leave --quantize out")
-    left = sorted({*_modules(tensors, names), *_heads(list(tensors))})
-    size = sum(math.prod(tensors[name][0]) for name in names)
-    share = size / max(sum(math.prod(shape) for shape, _ in tensors.values()), 1)
-    count = counted(len(names), "weight is", "weights are")
-    notes = [f"{count} written as {scheme} ({share:.0%} of all elements); the others stay plain"]
-    if with_others:
-        count = counted(len(with_others), "more weight stays", "more weights stay")
-        text = f"{count} plain, since engines make one layer of them and what --quantize-ignore names"
-        notes.append(f"{text}: {', '.join(sorted(with_others)[:_SHOWN])}{' ...' * (len(with_others) > _SHOWN)}")
-    return QuantizedWeights(scheme, names, tuple(left), tuple(notes))
+    return {name for group in together.values() if group & plain for name in group - plain}
+
+
+def _refuse_nothing_left(scheme: str, able: set[str], unfit: Mapping[str, str]) -> None:
+    msg = f"--quantize {scheme}: nothing is left to quantize"
+    if unfit:
+        first = min(unfit)
+        msg += f": {counted(len(unfit), 'weight')} of {len(able)} cannot be written so ({first}: {unfit[first]})"
+        raise UnsupportedError(msg, hint="choose another scheme; fp8-dynamic takes any shape")
+    raise UsageError(msg, hint="--quantize-ignore names everything; leave it out, or leave --quantize out")
+
+
+def _shown(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:_SHOWN]) + " ..." * (len(names) > _SHOWN)
 
 
 def _able(name: str, shape: tuple[int, ...], dtype: DType) -> bool:

@@ -26,7 +26,8 @@ class Tile:
     """A contiguous box of parameter `parameter` (index), in the coordinates of its view.
 
     `start` is its byte offset in the output file, `room` the bytes there that belong to it:
-    its own `nbytes`, and behind them what whoever writes it adds (zeros so far).
+    its own `nbytes`, and behind them what whoever writes it adds (zeros so far). Tiles of a
+    quantized parameter, whose codes may be packed, all have the place of their segment.
     """
 
     parameter: int
@@ -47,18 +48,29 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes [start, stop) of output file `output`, made of neighbouring tiles; `parts` are those of its scales."""
+    """Bytes [start, stop) of output file `output`, made of neighbouring tiles.
+
+    Of a `quantized` parameter they hold codes; `scales` are then the spans of the scales of the same rows, `whole`
+    those of what stands for the whole weight, with its first segment.
+    """
 
     output: int
     start: int
     stop: int
     tiles: tuple[Tile, ...]
-    parts: tuple[Span, ...] = ()
+    quantized: bool = False
+    scales: tuple[Span, ...] = ()
+    whole: tuple[Span, ...] = ()
+
+    @property
+    def by_rows(self) -> tuple[Span, ...]:
+        """What is encoded from its rows: codes (or plain elements), scales."""
+        return Span(self.output, self.start, self.stop), *self.scales
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """Everything that is written by it."""
-        return Span(self.output, self.start, self.stop), *self.parts
+        return *self.by_rows, *self.whole
 
     @property
     def nbytes(self) -> int:
@@ -172,14 +184,24 @@ def _tiles(index: int, parameter: ParameterPlan, segment_bytes: int) -> Iterator
 
 
 def largest_band(plan: Plan) -> int:
-    """Source bytes of the largest band of a quantized parameter: a segment must hold it."""
-    banded = [(p, p.bands) for p in plan.parameters if p.quantized is not None]
-    return max((min(b.band, p.size) * p.source.dtype.itemsize for p, b in banded if b is not None), default=0)
+    """Bytes that a segment must hold: those of the largest band of a quantized parameter."""
+    return max((_band_cost(p) for p in plan.parameters if p.quantized is not None), default=0)
 
 
 def most_columns(plan: Plan) -> int:
     """Elements in the longest row of a quantized parameter; 0 when there is none."""
-    return max((p.shape[1] for p in plan.parameters if p.quantized is not None), default=0)
+    return max((p.quantized.columns for p in plan.parameters if p.quantized is not None), default=0)
+
+
+def _band_cost(parameter: ParameterPlan) -> int:
+    """Bytes of a band of a quantized parameter, of its source or of all that it becomes: whichever is more."""
+    quantized, bands = parameter.quantized, parameter.bands
+    assert quantized is not None
+    assert bands is not None
+    elements = min(bands.band, parameter.elements)
+    rows = elements // max(quantized.columns, 1)
+    written = sum(_rounded(-(-rows // part.per) * part.row_nbytes) for part in quantized.parts if part.per)
+    return max(_rounded(elements * parameter.source.dtype.itemsize), written)
 
 
 def _quantized(plan: Plan, index: int, segment_bytes: int) -> Iterator[Segment]:
@@ -188,26 +210,33 @@ def _quantized(plan: Plan, index: int, segment_bytes: int) -> Iterator[Segment]:
     quantized, bands = parameter.quantized, parameter.bands
     assert quantized is not None
     assert bands is not None
-    scales = [plan.parameters[k] for k in quantized.parts]
-    most = max(segment_bytes // max(parameter.dtype.itemsize, parameter.source.dtype.itemsize), 1)
-    for start, stop in bands.cuts(parameter.size, most):
-        tiles, at = [], parameter.start + start * parameter.dtype.itemsize
-        for box in boxes_of_range(parameter.source.view, start, stop):
-            nbytes = box.size * parameter.dtype.itemsize
-            tiles.append(Tile(index, box, at, nbytes, nbytes))
-            at += nbytes
-        first, last = start // bands.band, -(-stop // bands.band)
+    most = max(segment_bytes // max(_band_cost(parameter), 1), 1) * bands.band
+    whole = [plan.parameters[part.parameter] for part in quantized.parts if not part.per]
+    for start, stop in bands.cuts(parameter.elements, most):
+        first, last = start // quantized.columns, stop // quantized.columns
         spans = []
-        for scale in scales:
-            row = scale.nbytes // -(-parameter.size // bands.band)
-            spans.append(Span(scale.output, scale.start + first * row, scale.start + last * row))
-        yield Segment(parameter.output, tiles[0].start, at, tuple(tiles), tuple(spans))
+        for part in quantized.parts:
+            if part.per:
+                there = plan.parameters[part.parameter]
+                low, high = first // part.per * part.row_nbytes, -(-last // part.per) * part.row_nbytes
+                spans.append(Span(there.output, there.start + low, there.start + high))
+        codes, *scales = spans
+        nbytes = codes.stop - codes.start
+        boxes = boxes_of_range(parameter.source.view, start, stop)
+        tiles = tuple(Tile(index, box, codes.start, nbytes, nbytes) for box in boxes)
+        of_all = tuple(Span(p.output, p.start, p.start + p.nbytes) for p in whole) if start == 0 else ()
+        yield Segment(codes.output, codes.start, codes.stop, tiles, True, tuple(scales), of_all)  # noqa: FBT003
 
 
 def _cost(parameter: ParameterPlan, elements: int) -> int:
     """Bytes of the larger side, rounded up as the lease rounds."""
     width = max(parameter.dtype.itemsize, parameter.source.dtype.itemsize)
-    return -(-elements * width // 64) * 64
+    return _rounded(elements * width)
+
+
+def _rounded(nbytes: int) -> int:
+    """As the lease rounds."""
+    return -(-nbytes // 64) * 64
 
 
 def _price(parameter: ParameterPlan, tiles: Sequence[Tile]) -> int:

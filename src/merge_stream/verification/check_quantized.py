@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
+from merge_stream.encodings.base import Scheme, scheme_that_wrote, weights_in, without_suffix
 from merge_stream.output.config_patch import OutputTensor, holds_quantized
 from merge_stream.planning.quantize import is_linear
 from merge_stream.verification.finding import CheckedFolder, Finding, listed, some
@@ -22,7 +23,7 @@ __all__ = ["check_quantized"]
 
 _SETTINGS_FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-_LINEAR = re.compile(r"(?P<module>.+)\.(?P<last>[^.]+)\.weight")
+_LINEAR = re.compile(r"(?P<module>.+)\.(?P<last>[^.]+)\.weight(_packed)?")
 _EIGHT_BITS = frozenset({"F8_E4M3", "F8_E5M2"})
 _BLOCK = 128
 
@@ -52,7 +53,11 @@ def check_quantized(folder: CheckedFolder) -> Iterator[Finding]:
             yield from _fp8(folder, settings)
         elif method == "compressed-tensors":
             yield from _compressed(settings)
-            yield from _channels(folder, settings)
+        scheme = scheme_that_wrote(settings)
+        if scheme is not None:
+            if method != "fp8":
+                yield from _parts(folder, scheme)
+            yield from _unnamed(folder, settings)
         yield from _fused_layers(folder)
 
 
@@ -117,28 +122,40 @@ def _compressed(settings: dict[str, Any]) -> Iterator[Finding]:
             yield Finding("warning", "quantized", "mxfp", "llama.cpp, TGI", f"{form} is not supported")
 
 
-def _channels(folder: CheckedFolder, settings: dict[str, Any]) -> Iterator[Finding]:
-    """Weights with a scale for each row: every scale is there, and every plain linear layer is named."""
-    groups = settings.get("config_groups") or {}
-    if {(group.get("weights") or {}).get("strategy") for group in groups.values()} != {"channel"}:
-        return
-    weights = {n: t for n, t in folder.tensors.items() if t.dtype.name in _EIGHT_BITS and n.endswith(".weight")}
+def _parts(folder: CheckedFolder, scheme: Scheme) -> Iterator[Finding]:
+    """Every part of a quantized weight is there in its type and shape; scales may be of another floating type."""
     wrong = []
-    for name, tensor in weights.items():
-        scale = folder.tensors.get(f"{name}_scale")
-        if scale is None:
-            wrong.append(f"{name}_scale is not there")
-        elif scale.shape != (tensor.shape[0], 1):
-            wrong.append(f"{name}_scale {list(scale.shape)} instead of {[tensor.shape[0], 1]}")
+    weights = weights_in(scheme, folder.tensors)
+    for name, shape in weights.items():
+        for part in scheme.parts(name, shape)[1:]:
+            there = folder.tensors.get(part.name)
+            if there is None:
+                wrong.append(f"{part.name} is not there")
+            elif there.shape != part.shape or (there.dtype != part.dtype and there.dtype.kind != part.dtype.kind):
+                wrong.append(
+                    f"{part.name} is {there.dtype} {list(there.shape)} instead of {part.dtype} {list(part.shape)}"
+                )
+    alone = sorted(name for name in folder.tensors if _is_part_alone(scheme, name, weights))
+    if alone:
+        wrong.append(f"no codes beside {listed(alone)}")
     if wrong:
-        text = f"{some(len(weights), '8-bit weight')}, and not a scale for each row: {listed(wrong)}"
-        yield Finding("error", "quantized", "channel-scales", "all: wrong weights", text)
-    named = [str(name) for name in settings.get("ignore") or []]
+        text = f"{some(len(weights), f'weight of {scheme.name}')}, and scales that are not its own: {listed(wrong)}"
+        yield Finding("error", "quantized", "scales", "all: wrong weights", text)
+
+
+def _unnamed(folder: CheckedFolder, settings: dict[str, Any]) -> Iterator[Finding]:
+    """Every plain linear layer is named."""
+    named = [str(name) for name in settings.get("ignore") or settings.get("modules_to_not_convert") or []]
     plain = [n.removesuffix(".weight") for n, t in folder.tensors.items() if is_linear(n) and t.dtype.kind == "float"]
     unnamed = [module for module in plain if module not in named and not any(n.startswith("re:") for n in named)]
     if unnamed:
-        text = f"plain linear layers that `ignore` does not name: {listed(unnamed)}; loaders look for their scales"
+        text = f"plain linear layers that the settings do not name: {listed(unnamed)}; loaders look for their scales"
         yield Finding("error", "quantized", "excluded", "transformers, vLLM, SGLang", text)
+
+
+def _is_part_alone(scheme: Scheme, name: str, weights: Collection[str]) -> bool:
+    weight = without_suffix(scheme, name)
+    return weight != name and weight.endswith(".weight") and weight not in weights
 
 
 def _fused_layers(folder: CheckedFolder) -> Iterator[Finding]:
@@ -147,7 +164,7 @@ def _fused_layers(folder: CheckedFolder) -> Iterator[Finding]:
     for name, tensor in folder.tensors.items():
         match = _LINEAR.fullmatch(name)
         if match and len(tensor.shape) == 2:
-            parts[match["module"]][match["last"]] = tensor.dtype.kind == "quantized"
+            parts[match["module"]][match["last"]] = tensor.dtype.kind != "float"
     mixed = [
         f"{module}.{'/'.join(group)}"
         for module, there in parts.items()

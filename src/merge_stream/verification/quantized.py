@@ -7,12 +7,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from merge_stream.encodings.base import Scheme, schemes, temporaries
+from merge_stream.encodings.base import Scheme, Stored, scheme_that_wrote, temporaries, weights_in, without_suffix
 from merge_stream.planning.plan import OutputFile, ParameterPlan, Plan
-from merge_stream.planning.planner import Resolved, joined
+from merge_stream.planning.planner import Becomes, Resolved, joined
 from merge_stream.tensors.ref import Catalog, TensorRef
 
-__all__ = ["band_nbytes", "quantized_plan", "room_beside", "scales_of", "scheme_of_folder"]
+__all__ = ["band_nbytes", "names_in", "quantized_plan", "room_beside", "scheme_of_folder"]
+
+_WIDEST = 8
 
 
 def scheme_of_folder(out: str | os.PathLike[str]) -> Scheme | None:
@@ -22,33 +24,32 @@ def scheme_of_folder(out: str | os.PathLike[str]) -> Scheme | None:
             config: Any = json.load(file)
     except (OSError, ValueError):
         return None
-    settings = config.get("quantization_config") if isinstance(config, dict) else None
-    if not isinstance(settings, dict):
-        return None
-    return next((scheme for scheme in schemes() if scheme.wrote(settings)), None)
+    return scheme_that_wrote(config.get("quantization_config")) if isinstance(config, dict) else None
 
 
-def scales_of(scheme: Scheme | None, model: Catalog) -> set[str]:
-    """Names of the tensors that stand beside quantized weights."""
-    if scheme is None:
-        return set()
-    weights = [t for t in model.tensors.values() if t.dtype.kind == "quantized" and len(t.shape) == 2]
-    return {part.name for t in weights for part in scheme.parts(t.name, t.shape)[1:]} & model.tensors.keys()
+def names_in(scheme: Scheme | None, model: Catalog) -> set[str]:
+    """Names of the parameters of a model: quantized ones by the names of their weights, whatever they became."""
+    weights = _weights(scheme, model)
+    found = set()
+    for name in model.tensors:
+        weight = without_suffix(scheme, name)
+        found.add(weight if weight in weights else name)
+    return found
 
 
 def band_nbytes(scheme: Scheme | None, model: Catalog, reference: Catalog) -> int:
-    """Source bytes that must be read at once to compare any quantized weight."""
+    """Bytes that must be held at once to compare any quantized weight."""
     if scheme is None:
         return 0
-    width = max((t.dtype.itemsize for t in reference.tensors.values() if t.dtype.kind == "float"), default=0)
-    weights = [t for t in model.tensors.values() if t.dtype.kind == "quantized" and len(t.shape) == 2]
-    return max((min(scheme.rows, t.shape[0]) * t.shape[1] * width for t in weights), default=0)
+    width = max((t.dtype.itemsize for t in reference.tensors.values() if t.dtype.kind == "float"), default=_WIDEST)
+    shapes = _weights(scheme, model).values()
+    return max((scheme.rows * (shape[-1] * width + 2 * _WIDEST) + 4 * 64 for shape in shapes), default=0)
 
 
 def room_beside(scheme: Scheme | None, model: Catalog) -> int:
     """Bytes that comparing the longest quantized row takes beside a worker's slab."""
-    rows = [t.shape[1] for t in model.tensors.values() if t.dtype.kind == "quantized" and len(t.shape) == 2]
-    return temporaries(max(rows), compared=True) if scheme is not None and rows else 0
+    columns = max((shape[-1] for shape in _weights(scheme, model).values()), default=0)
+    return temporaries(columns, compared=True) if columns else 0
 
 
 def quantized_plan(scheme: Scheme, model: Catalog, reference: Catalog, wanted: Mapping[str, Resolved]) -> Plan:
@@ -56,22 +57,27 @@ def quantized_plan(scheme: Scheme, model: Catalog, reference: Catalog, wanted: M
 
     Without a parameter when the model holds none, or the reference is quantized itself.
     """
-    parts = {}
+    weights = {}
     placed: list[ParameterPlan] = []
+    shapes = _weights(scheme, model)
     for name, want in wanted.items():
-        tensor = model.tensors.get(name)
-        if tensor is None or tensor.dtype.kind != "quantized" or want.source.dtype.kind != "float":
+        if shapes.get(name) != want.parameter.shape or want.source.dtype.kind != "float":
             continue
-        if len(tensor.shape) != 2 or tensor.shape != want.parameter.shape:
+        parts = scheme.parts(name, want.parameter.shape)
+        there = [model.tensors.get(part.name) for part in parts]
+        if any(
+            t is None or (t.dtype, t.shape) != (part.dtype, part.shape) for t, part in zip(there, parts, strict=True)
+        ):
             continue
-        of = scheme.parts(name, tensor.shape)
-        there = [model.tensors.get(part.name) for part in of]
-        if any(t is None or (t.dtype, t.shape) != (part.dtype, part.shape) for t, part in zip(there, of, strict=True)):
-            continue
-        parts[name] = of
+        weights[name] = Becomes(want.parameter.shape, parts)
         placed += [_placed(t, want) for t in there if t is not None]
     outputs = tuple(OutputFile(f.name, b"", f.nbytes, _of_file(placed, k)) for k, f in enumerate(model.files))
-    return Plan(tuple(joined(placed, parts, scheme)), outputs, reference.files, {}, scheme=scheme.name)
+    return Plan(tuple(joined(placed, weights, scheme)), outputs, reference.files, {}, scheme=scheme.name)
+
+
+def _weights(scheme: Scheme | None, model: Catalog) -> dict[str, tuple[int, ...]]:
+    tensors: Mapping[str, Stored] = model.tensors
+    return {} if scheme is None else weights_in(scheme, tensors)
 
 
 def _placed(tensor: TensorRef, want: Resolved) -> ParameterPlan:

@@ -44,7 +44,7 @@ from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import identity
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 from merge_stream.units import counted
-from merge_stream.verification.quantized import band_nbytes, quantized_plan, room_beside, scales_of, scheme_of_folder
+from merge_stream.verification.quantized import band_nbytes, names_in, quantized_plan, room_beside, scheme_of_folder
 
 __all__ = ["Verdict", "pair_of", "verify"]
 
@@ -218,7 +218,7 @@ def verify(
             verdict.notes.append(prober.stored_checksums((r.source for r in wanted.values()), replicas=False).text)
         encoded = quantized_plan(scheme, model, reference, wanted) if scheme is not None else None
         quantized = encoded.parameters if encoded is not None else ()
-        pairs = _pairs(model, reference, wanted, verdict, {p.name for p in quantized})
+        pairs = _pairs(model, reference, wanted, verdict, quantized)
         verdict.tensors = len(pairs) + len(quantized)
         verdict.nbytes = sum(p.got.nbytes for p in pairs) + sum(p.nbytes for p in quantized)
         observer(Phase("comparing", verdict.nbytes))
@@ -290,7 +290,7 @@ def _named(  # noqa: PLR0917 - both sides and the choices
             if named is None and layout == layouts[-1]:
                 raise
             continue
-        if {n for n in model.tensors if not n.startswith(PREFIX)} - scales_of(scheme, model) <= named.parameters.keys():
+        if {n for n in names_in(scheme, model) if not n.startswith(PREFIX)} <= named.parameters.keys():
             if layout == "as-is":
                 verdict.notes.append("the model has the trainer's names (--layout as-is)")
             break
@@ -342,12 +342,18 @@ def _model_info(model: Catalog, reference: Catalog, base_model: str | None, *, o
 
 
 def _pairs(
-    model: Catalog, reference: Catalog, wanted: dict[str, Resolved], verdict: Verdict, quantized: set[str]
+    model: Catalog,
+    reference: Catalog,
+    wanted: dict[str, Resolved],
+    verdict: Verdict,
+    quantized: Sequence[ParameterPlan],
 ) -> list[Pair]:
     """Tensors that must be equal; those of `quantized` are compared in another way."""
-    wanted = {name: want for name, want in wanted.items() if name not in quantized}
+    weights = {p.quantized.name for p in quantized if p.quantized is not None}
+    parts = {p.name for p in quantized}
+    wanted = {name: want for name, want in wanted.items() if name not in weights}
     verdict.missing = [name for name in wanted if name not in model.tensors]
-    verdict.extra = [name for name in model.tensors if name not in wanted and name not in quantized]
+    verdict.extra = [name for name in model.tensors if name not in wanted and name not in parts]
     pairs = []
     for name, want in wanted.items():
         tensor = model.tensors.get(name)
