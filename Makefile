@@ -38,7 +38,7 @@ demo: $(STAMP)  ## a real FSDP2 checkpoint on 2 CPU ranks -> one model, verified
 test: $(STAMP)  ## the whole test suite
 	$(BIN)/python -m pytest -n $(JOBS)
 
-check: lint  ## format, lint, types, import directions, fast tests (about 200 s on 2 cores)
+check: lint  ## format, lint, types, import directions, fast tests (under 3 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(JOBS) -m "$(FAST)"
 
 lint: $(STAMP)  ## the part of `check` that runs no code

@@ -25,7 +25,7 @@ def limited(files: int, hard: int = 0) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("ranks", "io"),
     [
-        (150, "pread"),
+        pytest.param(150, "pread", marks=pytest.mark.slow),
         pytest.param(150, "mmap", marks=pytest.mark.slow),
         pytest.param(3000, "pread", marks=pytest.mark.slow),
     ],

@@ -41,6 +41,7 @@ def test_every_reader_ends_with_data_or_an_error_of_ours(path: Path) -> None:
     assert set(sys.modules) <= before
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_short_run_of_the_fuzzer_breaks_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.hostile.fuzz", "--inputs", "250", "--seed", "7"]

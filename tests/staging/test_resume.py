@@ -67,6 +67,7 @@ def started(*words: str | os.PathLike[str]) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_stage_and_a_killed_finalize_go_on_to_the_same_bytes(
     ckpt: pathlib.Path, whole: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
