@@ -8,9 +8,9 @@ small ones), never the width, so that a small checkpoint has the same kind of sh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["SHAPES", "Model", "model_of"]
+__all__ = ["PLANNED", "SHAPES", "Model", "model_of", "planned_model"]
 
 ONE_TENSOR_BYTES = 4_000_000_000
 SMALL_TENSORS = 20_000
@@ -47,10 +47,9 @@ class _Decoder:
     bias: bool = False
     head_norms: bool = False
     experts: int = 0
+    fused: bool = False
 
     def scaled(self, scale: float) -> _Decoder:
-        from dataclasses import replace
-
         layers = max(1, round(self.layers * scale))
         vocab = max(256, round(self.vocab * scale / 64) * 64) if scale != 1 else self.vocab
         return replace(self, layers=layers, vocab=vocab)
@@ -70,7 +69,10 @@ class _Decoder:
                 yield f"{p}self_attn.k_norm.weight", (self.head_dim,)
             if self.experts:
                 yield f"{p}mlp.gate.weight", (self.experts, h)
-                for e in range(self.experts):
+                if self.fused:
+                    yield f"{p}mlp.experts.gate_up_proj", (self.experts, 2 * self.intermediate, h)
+                    yield f"{p}mlp.experts.down_proj", (self.experts, h, self.intermediate)
+                for e in range(0 if self.fused else self.experts):
                     yield from self._mlp(f"{p}mlp.experts.{e}.")
             else:
                 yield from self._mlp(f"{p}mlp.")
@@ -132,6 +134,90 @@ _DECODERS = {
     "tiny-moe": _Decoder("qwen3_moe", "Qwen3MoeForCausalLM", 64, 2, 512, 4, 2, 16, 32, head_norms=True, experts=4),
 }
 SHAPES = (*_DECODERS, "one-tensor", "many-small")
+# Never filled with values: only planned (`bench.planning`).
+_PLANNED = {
+    # Llama-3.1-405B: 1138 parameters.
+    "llama-405b": _Decoder(*_LLAMA, 16384, 126, 128_256, 128, 8, 128, 53248),
+    # 1.0 trillion parameters, experts fused per layer as transformers 5 holds them: 1.0 TB in 8 bits, 2.1 in bf16.
+    "moe-1t": _Decoder(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        7168,
+        61,
+        163_840,
+        64,
+        8,
+        128,
+        2048,
+        head_norms=True,
+        experts=384,
+        fused=True,
+    ),
+}
+PLANNED = (*_PLANNED, "deepseek-v3")
+
+
+def planned_model(shape: str, *, layers: int | None = None) -> Model:
+    """A model of which only names and shapes are needed; `layers` instead of its own number of them."""
+    if shape == "deepseek-v3":
+        return _deepseek_v3(layers or 61)
+    decoder = _PLANNED[shape]
+    return (replace(decoder, layers=layers) if layers else decoder).model()
+
+
+def _deepseek_v3(layers: int) -> Model:
+    """DeepSeek-V3 (671B): latent attention, 3 dense layers, then 256 experts under their own names."""
+    h, vocab, heads, inner, dense = 7168, 129_280, 128, 2048, 3
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, h)}
+
+    def mlp(prefix: str, width: int) -> None:
+        shapes[f"{prefix}gate_proj.weight"] = (width, h)
+        shapes[f"{prefix}up_proj.weight"] = (width, h)
+        shapes[f"{prefix}down_proj.weight"] = (h, width)
+
+    for i in range(layers):
+        p = f"model.layers.{i}."
+        shapes[f"{p}self_attn.q_a_proj.weight"] = (1536, h)
+        shapes[f"{p}self_attn.q_a_layernorm.weight"] = (1536,)
+        shapes[f"{p}self_attn.q_b_proj.weight"] = (heads * 192, 1536)
+        shapes[f"{p}self_attn.kv_a_proj_with_mqa.weight"] = (576, h)
+        shapes[f"{p}self_attn.kv_a_layernorm.weight"] = (512,)
+        shapes[f"{p}self_attn.kv_b_proj.weight"] = (heads * 256, 512)
+        shapes[f"{p}self_attn.o_proj.weight"] = (h, heads * 128)
+        if i < dense:
+            mlp(f"{p}mlp.", 18_432)
+        else:
+            shapes[f"{p}mlp.gate.weight"] = (256, h)
+            shapes[f"{p}mlp.gate.e_score_correction_bias"] = (256,)
+            for e in range(256):
+                mlp(f"{p}mlp.experts.{e}.", inner)
+            mlp(f"{p}mlp.shared_experts.", inner)
+        shapes[f"{p}input_layernorm.weight"] = shapes[f"{p}post_attention_layernorm.weight"] = (h,)
+    shapes["model.norm.weight"] = (h,)
+    shapes["lm_head.weight"] = (vocab, h)
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": h,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": inner,
+        "first_k_dense_replace": dense,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+    }
+    return Model(shapes, {}, config)
 
 
 def model_of(shape: str, *, scale: float, itemsize: int) -> Model:

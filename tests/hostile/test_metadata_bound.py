@@ -90,7 +90,9 @@ PICKLES = {
     + b"e.",
 }
 
-CASES = [pytest.param(name, marks=pytest.mark.slow) if name in ("nones", "gaps in the memo") else name for name in PICKLES]
+CASES = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("nones", "gaps in the memo") else name for name in PICKLES
+]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,10 +19,19 @@ from typing import NamedTuple, NoReturn
 from merge_stream.errors import CorruptCheckpointError, TruncatedFileError, UnsupportedError
 from merge_stream.storage.base import ByteTree
 
-__all__ = ["Record", "ZipDirectory", "read_directory"]
+__all__ = [
+    "EntryPlaces",
+    "RawDirectory",
+    "Record",
+    "ZipDirectory",
+    "entry_places",
+    "read_directory",
+    "read_raw_directory",
+]
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
+_LENGTHS = struct.Struct("<3H")
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
@@ -41,10 +50,22 @@ class Record(NamedTuple):
 
 
 class ZipDirectory(NamedTuple):
-    """Records by name without the root folder ("data.pkl", "data/7"); bytes of metadata read."""
+    """Records by name without the root folder ("data.pkl", "data/7"); bytes of metadata read.
+
+    `by_rule`: all places follow from the directory and its position alone, no local header was read.
+    """
 
     records: dict[str, Record]
     metadata_nbytes: int
+    by_rule: bool
+
+
+class RawDirectory(NamedTuple):
+    """The directory as it stands in the file: its position, its bytes, its number of records."""
+
+    at: int
+    data: bytes
+    count: int
 
 
 class _Entry(NamedTuple):
@@ -91,6 +112,41 @@ class _Range:
         raise CorruptCheckpointError(msg, hint=_RETRY)
 
 
+def read_raw_directory(tree: ByteTree, name: str) -> RawDirectory:
+    """The directory of a file that is one zip; the errors of `read_directory`."""
+    zone = _Range(tree, name, 0, tree.files[name].nbytes)
+    count, at, size = _end_of_directory(zone)
+    tree.allowance.require(3 * size, zone.where)
+    return RawDirectory(at, zone.read(at, size), count)
+
+
+class EntryPlaces(NamedTuple):
+    """Where things stand in the bytes of a directory: `sums` the CRC-32 of each record, `texts` its name; `root` is
+    the length of the folder that all names begin with.
+    """
+
+    sums: dict[str, int]
+    texts: list[int]
+    root: int
+
+
+def entry_places(raw: RawDirectory) -> EntryPlaces:
+    """Of a directory that `read_directory` took, by the names that `ZipDirectory` has."""
+    sums: dict[str, int] = {}
+    texts: list[int] = []
+    position = root = 0
+    for k in range(raw.count):
+        lengths = _LENGTHS.unpack_from(raw.data, position + 28)
+        text = position + _CENTRAL.size
+        name = raw.data[text : text + lengths[0]]
+        if not k:
+            root = name.find(b"/") + 1
+        sums[name[root:].decode("utf-8", "replace")] = position + 16
+        texts.append(text)
+        position = text + sum(lengths)
+    return EntryPlaces(sums, texts, root)
+
+
 def read_directory(tree: ByteTree, name: str, *, start: int, nbytes: int) -> ZipDirectory:
     """Records of the zip at [start, start + nbytes) of a file, with absolute offsets.
 
@@ -102,7 +158,7 @@ def read_directory(tree: ByteTree, name: str, *, start: int, nbytes: int) -> Zip
     count, at, size = _end_of_directory(zone)
     tree.allowance.require(2 * size + count * _RECORD_BYTES, zone.where)
     entries = _entries(zone, zone.read(at, size), count)
-    offsets = _data_offsets(entries, at, 64)
+    first = offsets = _data_offsets(entries, at, 64)
     directory = {entry.name: k for k, entry in enumerate(entries)}
     if ".storage_alignment" in directory and len(entries) > len(offsets):
         offsets = _data_offsets(entries, at, _alignment(zone, entries[directory[".storage_alignment"]]))
@@ -113,7 +169,8 @@ def read_directory(tree: ByteTree, name: str, *, start: int, nbytes: int) -> Zip
         if offset + entry.nbytes > limit:
             zone.fail(f"record {entry.name} ({entry.nbytes} bytes at {offset}) runs into what follows it at {limit}")
         records[entry.name] = Record(start + offset, entry.nbytes, entry.crc32)
-    return ZipDirectory(records, zone.read_nbytes)
+    aligned = ".storage_alignment" not in directory or len(first) == len(entries)
+    return ZipDirectory(records, zone.read_nbytes, by_rule=aligned and len(offsets) == len(entries))
 
 
 def _end_of_directory(zone: _Range) -> tuple[int, int, int]:

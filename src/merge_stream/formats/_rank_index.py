@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import DType, dtype_of_torch
 
-__all__ = ["Group", "Layout", "RankFile", "RankIndex"]
+__all__ = ["Addition", "Group", "Layout", "RankFile", "RankIndex"]
 
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
@@ -76,6 +76,16 @@ class Group:
         self.crcs.append(crc)
 
 
+class Addition(NamedTuple):
+    """A tensor that a file added to a group: byte offset, local shape, the storage that is exactly it (or None)."""
+
+    group: Group
+    offset: int
+    local: tuple[int, ...]
+    storage: str | None
+    stored_as: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankFile:
     """An opened file of a rank: its `name` in the tree; `meshes` decoded so far, by record."""
@@ -90,7 +100,8 @@ class RankIndex:
     """Accumulates rank files.
 
     `tensors` maps a name to its groups, in the order of first appearance; `ignored` counts by kind,
-    `hidden` are tensors that have no name.
+    `hidden` are tensors that have no name. Of the last file: `added` are its DTensors and plain tensors, `decoded` its
+    mesh records, and `is_plain` is false when it held something else too.
     """
 
     def __init__(self, tree: ByteTree, *, tp_first: bool) -> None:
@@ -99,6 +110,9 @@ class RankIndex:
         self.hidden: list[HiddenTensor] = []
         self.kinds: Counter[str] = Counter()
         self.meshes: dict[Mesh, Mesh] = {}
+        self.added: list[Addition] = []
+        self.decoded: list[tuple[Any, Mesh]] = []
+        self.is_plain = True
         self._tree = tree
         self._tp_first = tp_first
         self._layouts: dict[Any, Layout] = {}
@@ -107,6 +121,7 @@ class RankIndex:
         """Take in one rank's file: (tensor name, value) pairs."""
         where = source.file.where
         tensor = ""
+        self.added, self.decoded, self.is_plain = [], [], True
         try:
             for tensor, value in values:
                 self._add(source, tensor, value)
@@ -125,6 +140,7 @@ class RankIndex:
             if kind == "DTensor":
                 self._add_dtensor(source, tensor, record)
             elif kind == "ShardedTensor":
+                self.is_plain = False
                 self._add_sharded(source, tensor, record)
             else:
                 msg = f"{where}: {tensor} is a {dotted_name(record.args[1])}, a tensor subclass without a reader"
@@ -133,8 +149,7 @@ class RankIndex:
             return
         plain = plain_tensor(record, tensor, where)
         if plain is not None:
-            group = self._group(tensor, plain.dtype, plain.shape, None)
-            group.add(source.rank, locate(plain, source.file, tensor), _crc(plain, source.file))
+            self._take(self._group(tensor, plain.dtype, plain.shape, None), source, plain, tensor, "plain")
             self.kinds["plain"] += 1
         elif isinstance(record, Recorder):
             msg = f"{where}: {tensor} is a {record.dotted}, not a tensor"
@@ -144,6 +159,7 @@ class RankIndex:
 
     def add_hidden(self, value: Any, at: str, where: str) -> None:  # noqa: ANN401 - any unpickled value
         """Count a value that is no tensor; UnsupportedError when weights lie inside it."""
+        self.is_plain = False
         found = hidden_tensors(value, at, where)
         refuse_hidden_weights(found, where)
         self.hidden += (tensor for tensor in found if tensor not in self.hidden)
@@ -176,8 +192,8 @@ class RankIndex:
         named = fields.get("mesh")
         mesh = source.meshes.get(id(named))
         if mesh is None:
-            mesh = decode_mesh(named, rank, file.where, _int_reader(self._tree, source))
-            mesh = source.meshes[id(named)] = self.meshes.setdefault(mesh, mesh)
+            mesh = source.meshes[id(named)] = self.mesh_of(source, named)
+            self.decoded.append((named, mesh))
         placements = decode_placements(fields.get("placements"), mesh, len(shape), tensor, file.where)
         shard_order = _shard_order(fields.get("shard_order"))
         key = (id(mesh), placements, shard_order, shape)
@@ -193,8 +209,17 @@ class RankIndex:
             )
             hint = "the order of the splits is not what this program takes it for; please report the torch version"
             raise CorruptCheckpointError(msg, hint=hint)
-        group = self._group(tensor, local.dtype, shape, layout)
-        group.add(rank, locate(local, file, tensor), _crc(local, file))
+        self._take(self._group(tensor, local.dtype, shape, layout), source, local, tensor, "DTensor")
+
+    def _take(self, group: Group, source: RankFile, local: PlainTensor, tensor: str, stored_as: str) -> None:
+        offset, sum_of = locate(local, source.file, tensor), _whole_storage(local, source.file)
+        group.add(source.rank, offset, source.file.storages[sum_of].crc32 if sum_of is not None else 0)
+        self.added.append(Addition(group, offset, local.shape, sum_of, stored_as))
+
+    def mesh_of(self, source: RankFile, record: Any) -> Mesh:  # noqa: ANN401 - any unpickled value
+        """The mesh that a record in the file means, the same object for equal ones; the errors of `decode_mesh`."""
+        mesh = decode_mesh(record, source.rank, source.file.where, _int_reader(self._tree, source))
+        return self.meshes.setdefault(mesh, mesh)
 
     def _new_layout(
         self,
@@ -251,15 +276,21 @@ def _sharded_dtype(record: Recorder, tensor: str, where: str) -> DType:
     return dtype
 
 
-def _crc(view: PlainTensor, file: TorchFile) -> int:
-    """Checksum of exactly the view's bytes where the file has it, else 0."""
+def _whole_storage(view: PlainTensor, file: TorchFile) -> str | None:
+    """The storage whose bytes are exactly the view's, or None."""
     storage = file.storages.get(view.storage)
-    if storage is None or not storage.crc32 or view.offset:
-        return 0
+    if storage is None or view.offset:
+        return None
     size = view.dtype.itemsize
     for extent in view.shape:
         size *= extent
-    return storage.crc32 if size == storage.nbytes else 0
+    return view.storage if size == storage.nbytes else None
+
+
+def _crc(view: PlainTensor, file: TorchFile) -> int:
+    """Checksum of exactly the view's bytes where the file has it, else 0."""
+    whole = _whole_storage(view, file)
+    return file.storages[whole].crc32 if whole is not None else 0
 
 
 def _shard_order(value: Any) -> ShardOrder | None:  # noqa: ANN401

@@ -31,6 +31,7 @@ from merge_stream.errors import (
     UnknownFormatError,
     UsageError,
 )
+from merge_stream.formats._alike_ranks import AlikeRanks
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
 from merge_stream.formats._hidden_tensors import note_on_hidden
 from merge_stream.formats._mesh_groups import GroupResolver
@@ -76,13 +77,19 @@ class FsdpRanks:
         numbers = np.full(max(chosen.files) + 1, -1, dtype=np.int32)
         metadata = 0
         forms: set[str] = set()
+        alike = AlikeRanks(tree, index)
         with _no_cycles():
             for rank, name in chosen.files.items():
                 numbers[rank] = files.index(name)
+                if nbytes := alike.take(rank, name):
+                    metadata += nbytes
+                    continue
                 file = open_torch_file(tree, name)
-                index.add_file(RankFile(rank, name, file), names.of(file))
+                source = RankFile(rank, name, file)
+                index.add_file(source, names.of(file))
                 for key, value in names.odd(file):
                     index.add_hidden(value, key, file.where)
+                alike.learn(source)
                 metadata += file.metadata_nbytes
                 forms.add(file.producer.get("writer", "torch < 2.9"))
         if not index.tensors:
