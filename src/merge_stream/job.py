@@ -112,6 +112,7 @@ def make_plan(
     check_shards(catalog, catalog.tensors)
     check_shards(replace(catalog, tensors=catalog.twins), catalog.twins)
     named = name_parameters(catalog, folder.info, options.layout, options.lora)
+    catalog = replace(catalog, files=(*catalog.files, *named.files))
     resolved = named.parameters
     quantized = _quantized(catalog, named, options)
     encoding = encoding_for(_dtype_of(catalog, folder, options))

@@ -11,7 +11,7 @@ import torch
 
 from merge_stream import cli
 from merge_stream.api import merge
-from merge_stream.errors import CheckpointError, CorruptCheckpointError, MergeStreamError
+from merge_stream.errors import CheckpointError, CorruptCheckpointError, MergeStreamError, UnsupportedError
 from merge_stream.options import MergeOptions
 from merge_stream.report import Report
 from tests.cases.naive import assert_holds
@@ -354,7 +354,62 @@ def test_case_083_a_part_of_the_grid_that_is_missing(tmp_path: pathlib.Path) -> 
     assert "lacks" in refused(tmp_path, CheckpointError)
 
 
-# ---------------------------------------------------------------------------------------------------- 86 to 92
+# ---------------------------------------------------------------------------------------------------- 85 to 92
+
+
+def less_one(tensors: Tensors) -> Tensors:
+    """Every norm is stored less one."""
+    return {name: tensor - 1 if "norm" in name else tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("where", ["common.pt", "common state", "verl", "Bridge", "ranks"])
+def test_case_085_norms_stored_less_one(tmp_path: pathlib.Path, where: str) -> None:
+    """`--apply-layernorm-1p` with a model whose norms are plain in the repository; told in five places."""
+    of = Llama(layers=2, hidden=1032, heads=4, width=4)  # longer than the file of ones
+    tensors, told = llama(of), {"apply_layernorm_1p": True}
+    whole = less_one(fused(tensors, of))
+    if where == "ranks":
+        write_ranks(tmp_path, cut(whole, 2), arguments(of, tensor_model_parallel_size=2, **told), of.config)
+    else:
+        common = {"common state": arguments(of, **told)}.get(where)
+        write_dist(tmp_path, whole, of.config, arguments(of, **told) if where == "common.pt" else None, common=common)
+    if where == "verl":
+        (tmp_path / "ckpt" / "transformer_config.json").write_text('{"layernorm_zero_centered_gamma": true}')
+    if where == "Bridge":
+        text = "model:\n  layernorm_zero_centered_gamma: true\n  rotary_interleaved: false\n"
+        (tmp_path / "ckpt" / "iter_0000100" / "run_config.yaml").write_text(text)
+    report = merged(tmp_path, verify=True)
+    assert any("+1 in 5 norms" in note for note in report.notes)
+    assert_holds(tmp_path / "out", tensors)
+
+
+@pytest.mark.parametrize("told", [None, False, True], ids=["not told", "plain", "less one"])
+@pytest.mark.parametrize("kind", ["gemma", "llama"])
+def test_case_085_what_both_sides_mean_alike_is_left_alone(
+    tmp_path: pathlib.Path, kind: str, told: bool | None
+) -> None:
+    """Gemma's repository has weights less one as well."""
+    of = Llama(model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"])
+    tensors = llama(of)
+    by = {"gemma": 0 if told is not False else -1, "llama": 1 if told else 0}[kind]
+    write_dist(tmp_path, fused(tensors, of), of.config, arguments(of, apply_layernorm_1p=told))
+    merged(tmp_path)
+    wanted = {name: tensor + by if "norm" in name else tensor for name, tensor in tensors.items()}
+    assert_holds(tmp_path / "out", wanted)
+
+
+def test_case_085_ones_are_added_in_fp32(tmp_path: pathlib.Path) -> None:
+    """A bf16 gamma of 2^-9 less one, more one: rounded once, to even, as torch does."""
+    of = Llama(torch_dtype="bfloat16")
+    tensors = {name: tensor.bfloat16() for name, tensor in llama(of).items()}
+    whole = fused(tensors, of)
+    gamma = torch.tensor([0.0, 2.0**-9, 3 * 2.0**-9, -(2.0**-9), 2.0**-8, -1.0, 1.0, 0.0078125] * 2).bfloat16()
+    whole["decoder.final_layernorm.weight"] = gamma
+    write_dist(tmp_path, whole, of.config, arguments(of, apply_layernorm_1p=True))
+    merged(tmp_path, verify=True)
+    plain = {name: (t.float() + 1).bfloat16() if "norm" in name else t for name, t in tensors.items()}
+    plain["model.norm.weight"] = (gamma.float() + 1).bfloat16()
+    assert_holds(tmp_path / "out", plain)
 
 
 def test_case_086_norms_stand_in_their_places(tmp_path: pathlib.Path) -> None:
@@ -366,6 +421,55 @@ def test_case_086_norms_stand_in_their_places(tmp_path: pathlib.Path) -> None:
     write_dist(tmp_path, fused(tensors, of), of.config)
     merged(tmp_path)
     assert_holds(tmp_path / "out", tensors)
+
+
+def by_halves(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Rows of neighbours (0 and 1, 2 and 3 ...) to rows half a head apart, by hand."""
+    order = [head + k for head in range(0, len(tensor), width) for part in (0, 1) for k in range(part, width, 2)]
+    return tensor[order]
+
+
+@pytest.mark.parametrize("layout", ["dist", "ranks"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_case_088_rotary_pairs_of_neighbours(tmp_path: pathlib.Path, bias: bool, layout: str) -> None:
+    """`--rotary-interleaved`: the repository's pairs are half a head apart."""
+    of = Llama(heads=2, groups=2, width=4, bias=bias)
+    tensors = llama(of)
+    told = arguments(of, rotary_interleaved=True, rotary_percent=1.0, position_embedding_type="rope")
+    if layout == "dist":
+        write_dist(tmp_path, fused(tensors, of), of.config, told)
+    else:
+        states = cut(fused(tensors, of), 2)
+        write_ranks(tmp_path, states, told | {"tensor_model_parallel_size": 2}, of.config)
+    report = merged(tmp_path)
+    assert any("reordered" in note for note in report.notes)
+    wanted = {
+        name: by_halves(tensor, 4) if ".q_proj." in name or ".k_proj." in name else tensor
+        for name, tensor in tensors.items()
+    }
+    assert by_halves(torch.arange(8), 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert_holds(tmp_path / "out", wanted)
+
+
+def test_case_088_norms_of_heads_are_reordered_too(tmp_path: pathlib.Path) -> None:
+    of = Llama(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    tensors, whole = llama(of), fused(llama(of), of)
+    for x in "qk":
+        norm = torch.arange(4.0) + 5000 * ("kq".index(x) + 1)
+        whole[f"decoder.layers.0.self_attention.{x}_layernorm.weight"] = norm
+        tensors[f"model.layers.0.self_attn.{x}_norm.weight"] = by_halves(norm, 4)
+        tensors[f"model.layers.0.self_attn.{x}_proj.weight"] = by_halves(
+            tensors[f"model.layers.0.self_attn.{x}_proj.weight"], 4
+        )
+    write_dist(tmp_path, whole, of.config, arguments(of, rotary_interleaved=True))
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_case_088_pairs_in_a_part_of_each_head_are_refused(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    write_dist(tmp_path, fused(llama(of), of), of.config, arguments(of, rotary_interleaved=True, rotary_percent=0.5))
+    assert "neighbours in 0.5 of each head" in refused(tmp_path, UnsupportedError)
 
 
 def test_case_090_uneven_pieces_of_megatron_fsdp(tmp_path: pathlib.Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 __all__ = ["Llama", "fused", "interleaved", "llama", "tensor_part", "write_config", "write_dist", "write_ranks"]
 
@@ -159,14 +160,20 @@ def write_dist(
     arguments: Mapping[str, Any] | None = None,
     *,
     metadata: bool = True,
+    common: Mapping[str, Any] | None = None,
 ) -> pathlib.Path:
-    """One process writes all of `tensors` as a DCP folder; with common.pt where there are arguments."""
+    """One process writes all of `tensors` as a DCP folder.
+
+    `arguments` go to common.pt (up to core 0.18), those of `common` to the common state (0.19).
+    """
     place = folder / "ckpt" / STEP
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is there
-        dcp.save(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, checkpoint_id=str(place), no_dist=True
-        )
+        state: dict[str, Any] = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        if common is not None:
+            state["common_state/shard_0_1"] = [{"args": argparse.Namespace(**common), "iteration": 100}]
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(state, checkpoint_id=str(place), no_dist=True, planner=planner)
     if metadata:
         (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     if arguments is not None:

@@ -53,11 +53,13 @@ class ModelInfo:
 class Named(Mapping):
     """A mapping that tells which tensors of the checkpoint it leaves out on purpose (name -> reason).
 
-    `repeated` are tensors that are written more than once on purpose.
+    `repeated` are tensors that are written more than once on purpose, `shifted` those to which a number is added
+    (vectors: weights of norms, which some trainers store less one).
     """
 
     dropped: MappingABC[str, str] = field(default_factory=dict)
     repeated: frozenset[str] = frozenset()
+    shifted: MappingABC[str, float] = field(default_factory=dict)
 
 
 class Architecture(Protocol):

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 
 from merge_stream.architectures.base import ModelInfo, Named, class_names
-from merge_stream.architectures.megatron_rules import Copies
-from merge_stream.architectures.megatron_tables.base import MegatronFamily, MegatronTable
-from merge_stream.architectures.rules import Drop, Rename, convert
+from merge_stream.architectures.megatron_rules import Copies, QkvConcat, QkvGroups, TurnedNorm
+from merge_stream.architectures.megatron_tables.base import MegatronFamily, MegatronTable, Rules
+from merge_stream.architectures.rules import Drop, Rename, Rule, convert
 from merge_stream.architectures.structure import text_value
 from merge_stream.discovery import members_of
 from merge_stream.errors import UnsupportedError
+from merge_stream.formats._megatron_raw import NORMS, ROTARY
 from merge_stream.options import LayoutName
 from merge_stream.tensors.parameter import Mapping, identity
 from merge_stream.tensors.ref import Catalog
@@ -28,6 +30,8 @@ __all__ = ["MEMBER", "NAMING", "Megatron", "megatron_families"]
 NAMING = "megatron"
 _OURS = re.compile(r"(decoder|embedding|output_layer|mtp|vision_model|language_model)\..*")
 _TRIED = frozenset(["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt2"])
+_NORM = re.compile(r".*(norm|layernorm)\.weight")
+_HEAD_NORM = re.compile(r"self_attention\.[qk]_layernorm\.")
 _HINT = (
     "docs/adding.md tells how a family is added; --rules FILE.toml takes a table of yours, --layout as-is writes "
     "the tensors under Megatron's names"
@@ -66,7 +70,8 @@ class Megatron:
                 f"Megatron's names of model_type {model.model_type!r} ({model.config_path}) are not known, only {known}"
             )
             raise UnsupportedError(msg, hint=_HINT)
-        rules = family.rules(model)
+        rules = _turned(family, family.rules(model), catalog)
+        shifted = _shifted(family, catalog)
         head = _value_head(shapes, model)
         converted = convert((*head, *rules), shapes)
         left = [parameter.name for parameter in converted.parameters if _OURS.fullmatch(parameter.name)]
@@ -82,6 +87,13 @@ class Megatron:
                 f"no real Megatron checkpoint of {model.model_type} was merged by the tests: its names are from the "
                 "trainers' sources, so compare the model with what the trainer gives"
             )
+        if any(isinstance(rule, QkvGroups) and rule.turned for rule in rules):
+            notes.append("rows of queries and keys are reordered: Megatron's rotary pairs are neighbours")
+        for number in sorted(set(shifted.values())):
+            names = [name for name, one in shifted.items() if one == number]
+            notes.append(
+                f"{number:+g} in {counted(len(names), 'norm')} ({names[0]} ...), as the repository means weights"
+            )
         for reason in dict.fromkeys(converted.dropped.values()):
             names = [name for name, why in converted.dropped.items() if why == reason]
             notes.append(f"{', '.join(names)} is left out: {reason}")
@@ -92,10 +104,47 @@ class Megatron:
             tuple(notes),
             converted.dropped,
             frozenset(take.source for copy in copies for take in copy.takes),
+            shifted,
         )
 
 
 MEMBER = Megatron()
+
+
+def _shifted(family: MegatronFamily, catalog: Catalog) -> dict[str, float]:
+    """Norms that one side stores less one and the other does not: what is added to each.
+
+    Megatron stores all norms of a model alike, as its arguments tell; where they are not there, as the family needs.
+    """
+    told = catalog.facts.get(NORMS)
+    stored_less_one = told == "zero-centred" if told else bool(family.centred)
+    shifts: dict[str, float] = {}
+    for name in catalog.tensors:
+        if _NORM.fullmatch(name) and not name.startswith("vision_model."):
+            wanted_less_one = bool(family.centred) and re.fullmatch(family.centred, name) is not None
+            if wanted_less_one != stored_less_one:
+                shifts[name] = 1.0 if stored_less_one else -1.0
+    return shifts
+
+
+def _turned(family: MegatronFamily, rules: Rules, catalog: Catalog) -> Rules:
+    """The rules for rows of queries and keys in Megatron's rotary order, where that is not the repository's."""
+    told = str(catalog.facts.get(ROTARY, ""))
+    if not told or told == ("neighbours" if family.neighbours else "halves"):
+        return rules
+    if told != "neighbours" or any(isinstance(rule, QkvConcat) for rule in rules):
+        pairs = "neighbours" if family.neighbours else "halves of a head"
+        msg = f"Megatron's rotary pairs are {told}, those of {family.name} are {pairs}"
+        raise UnsupportedError(msg, hint="rows of this family cannot be reordered; --layout as-is leaves them")
+    made: list[Rule | Rename] = []
+    for rule in rules:
+        if isinstance(rule, QkvGroups):
+            made.append(replace(rule, turned=True))
+        elif isinstance(rule, Rename) and _HEAD_NORM.search(rule.pattern):
+            made.append(TurnedNorm(rule.pattern, rule.to))
+        else:
+            made.append(rule)
+    return tuple(made)
 
 
 def _value_head(shapes: dict[str, tuple[int, ...]], model: ModelInfo) -> tuple[Rename | Drop, ...]:

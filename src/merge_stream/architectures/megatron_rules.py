@@ -16,7 +16,7 @@ from merge_stream.errors import CheckpointError, UnsupportedError
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import Parameter, Take, identity
 
-__all__ = ["Copies", "ExpertHalves", "Halves", "Heads", "QkvConcat", "QkvGroups", "heads_of"]
+__all__ = ["Copies", "ExpertHalves", "Halves", "Heads", "QkvConcat", "QkvGroups", "TurnedNorm", "heads_of"]
 
 Ints = tuple[int, ...]
 Shapes = Mapping[str, Ints]
@@ -52,6 +52,7 @@ class QkvGroups:
 
     `gated` (Qwen3-Next): each query head of the group is followed, behind all of them, by as many rows of gates,
     which the repository keeps beside their heads.
+    `turned`: Megatron's rotary pairs are rows 2k and 2k + 1 of a head, the repository's k and k + width / 2.
     """
 
     pattern: str
@@ -60,6 +61,7 @@ class QkvGroups:
     v: str
     heads: Heads
     gated: bool = False
+    turned: bool = False
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """Three parameters for each fused one."""
@@ -77,18 +79,22 @@ class QkvGroups:
                 raise CheckpointError(msg, hint="config.json belongs to another model: pass the right --base-model")
             holes = match.groupdict()
             split = (groups, parts, width)
+            key = _turned if self.turned else _rows
             yield (
                 (name,),
                 (
                     self._queries(filled(self.q, holes), name, shape, split, share),
-                    _rows(filled(self.k, holes), name, shape, split, (parts - 2, parts - 1)),
+                    key(filled(self.k, holes), name, shape, split, (parts - 2, parts - 1)),
                     _rows(filled(self.v, holes), name, shape, split, (parts - 1, parts)),
                 ),
             )
 
     def _queries(self, to: str, source: str, shape: Ints, split: Ints, share: int) -> Parameter:
+        if self.turned and self.gated:
+            msg = f"{source}: rotary pairs of neighbours in an attention with gates are not known"
+            raise UnsupportedError(msg, hint="--layout as-is writes the tensors under Megatron's names")
         if not self.gated:
-            return _rows(to, source, shape, split, (0, share))
+            return (_turned if self.turned else _rows)(to, source, shape, split, (0, share))
         groups, parts, width = split
         rest = shape[1:]
         none = (0,) * len(rest)
@@ -112,6 +118,41 @@ def _rows(to: str, source: str, shape: Ints, split: Ints, part: Ints) -> Paramet
     view = (groups, part[1] - part[0], width, *rest)
     rows = groups * (part[1] - part[0]) * width
     return Parameter(to, (rows, *rest), view, (Take(source, box, Box.whole(view), split=split),))
+
+
+def _turned(to: str, source: str, shape: Ints, split: Ints, part: Ints) -> Parameter:
+    """Heads [part) of every group, rows 0, 2, 4 ... of each before rows 1, 3, 5 ..."""
+    groups, _, width = split
+    rest, count = shape[1:], part[1] - part[0]
+    if width % 2:
+        raise CheckpointError(f"{source}: heads of {width} rows have no pairs", hint="pass the right --base-model")
+    none = (0,) * len(rest)
+    box = Box((0, part[0], 0, 0, *none), (groups, part[1], width // 2, 2, *rest))
+    view = (groups, count, 2, width // 2, *rest)
+    permute = (0, 1, 3, 2, *range(4, 4 + len(rest)))
+    take = Take(source, box, Box.whole(view), split=(*split[:2], width // 2, 2), permute=permute)
+    return Parameter(to, (groups * count * width, *rest), view, (take,))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedNorm:
+    """The norm of a head [width], whose rotary pairs are neighbours in Megatron and half a head apart elsewhere."""
+
+    pattern: str
+    to: str
+
+    def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
+        """Elements 0, 2, 4 ... before 1, 3, 5 ..."""
+        for name, shape in shapes.items():
+            match = pattern_of(self.pattern).fullmatch(name)
+            if match is None:
+                continue
+            if len(shape) != 1 or shape[0] % 2:
+                raise CheckpointError(f"{name} {list(shape)} has no pairs", hint="files of two saves are mixed")
+            view = (2, shape[0] // 2)
+            box = Box((0, 0), (view[1], 2))
+            take = Take(name, box, Box.whole(view), split=(view[1], 2), permute=(1, 0))
+            yield (name,), (Parameter(filled(self.to, match.groupdict()), shape, view, (take,)),)
 
 
 @dataclass(frozen=True, slots=True)

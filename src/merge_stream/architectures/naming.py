@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 from merge_stream.architectures.base import Architecture, ModelInfo, Named
 from merge_stream.architectures.base_match import packed
@@ -47,7 +48,10 @@ def map_names(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Mapping
     shapes = {parameter.name: parameter.shape for parameter in mapping.parameters}
     notes = () if catalog.partial else check_structure(shapes, model) + _check_parts(shapes, model, layout)
     ties = mapping.ties or find_ties(shapes, model)
-    return Mapping(mapping.architecture, mapping.parameters, ties, (*mapping.notes, *notes))
+    notes = (*mapping.notes, *notes)
+    if isinstance(mapping, Named):
+        return replace(mapping, ties=ties, notes=notes)
+    return Mapping(mapping.architecture, mapping.parameters, ties, notes)
 
 
 def _check_parts(shapes: dict[str, tuple[int, ...]], model: ModelInfo, layout: LayoutName) -> tuple[str, ...]:

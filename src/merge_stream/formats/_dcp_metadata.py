@@ -27,10 +27,19 @@ from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.dtype import DType, dtype_of_torch
 
-__all__ = ["DcpMetadata", "StoredChunk", "TensorEntry", "metadata_files", "rank_metadata_files", "read_metadata"]
+__all__ = [
+    "COMMON_STATE",
+    "DcpMetadata",
+    "StoredChunk",
+    "TensorEntry",
+    "metadata_files",
+    "rank_metadata_files",
+    "read_metadata",
+]
 
 Ints = tuple[int, ...]
 
+COMMON_STATE = "common_state/"
 _RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _SHARD_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _LARGEST = 1 << 62
@@ -60,7 +69,10 @@ class StoredChunk:
 
 @dataclass(slots=True)
 class DcpMetadata:
-    """All metadata files of a folder, united; `values` are names of Python values (never read)."""
+    """All metadata files of a folder, united; `values` are names of Python values.
+
+    Those are never read, but for Megatron's common state, whose place is in `stored` too.
+    """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     values: set[str] = field(default_factory=set)
@@ -212,7 +224,8 @@ def _add_stored(result: DcpMetadata, index: object, info: object, where: str) ->
     name, offset = key.get("fqn"), key.get("offset")
     if type(name) is not str:
         raise CorruptCheckpointError(f"{where}: an entry of storage_data has no name", hint=_HINT)
-    if name in result.values or name not in result.tensors:
+    is_common = name in result.values and name.startswith(COMMON_STATE)
+    if name not in result.tensors and not is_common:
         return
     place = _fields(info, "_StorageInfo", where)
     if transforms := place.get("transform_descriptors"):
@@ -221,7 +234,7 @@ def _add_stored(result: DcpMetadata, index: object, info: object, where: str) ->
             "read in part",
             hint="save the checkpoint again without `_extensions`",
         )
-    offsets = _ints(offset)
+    offsets = () if is_common else _ints(offset)
     file, start, length = place.get("relative_path"), place.get("offset"), place.get("length")
     if offsets is None or type(file) is not str or type(start) is not int or type(length) is not int:
         raise CorruptCheckpointError(f"{where}: storage of {name!r} is incomplete", hint=_HINT)

@@ -18,7 +18,7 @@ import contextlib
 from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.errors import IncompleteShardsError, MergeStreamError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
-from merge_stream.formats._dcp_metadata import DcpMetadata, metadata_files, read_metadata
+from merge_stream.formats._dcp_metadata import COMMON_STATE, DcpMetadata, metadata_files, read_metadata
 from merge_stream.formats._dcp_tensors import ModelChunks
 from merge_stream.formats._megatron_names import noise_of
 from merge_stream.formats._megatron_raw import Raw, arguments_of, facts_of
@@ -59,7 +59,7 @@ def read_dist(tree: ByteTree, table: FileTable, options: OpenOptions, *, unprefi
             raw.ignored[kind] += 1
     if not unprefixed and options.weights != "master" and _all_wide(raw):
         raw.module_dtype = "config"
-    raw.facts |= _arguments(tree)
+    raw.facts |= _arguments(tree, meta)
     return raw
 
 
@@ -87,12 +87,14 @@ def _all_wide(raw: Raw) -> bool:
     return bool(raw.tensors) and all(tensor.dtype == F32 for tensor in raw.tensors.values())
 
 
-def _arguments(tree: ByteTree) -> dict[str, str | int]:
-    """Parallel sizes from common.pt, for `inspect`; nothing where it is not there or odd."""
-    if "common.pt" not in tree.files:
-        return {}
-    with contextlib.suppress(MergeStreamError):
-        root = open_torch_file(tree, "common.pt").root
-        if isinstance(root, dict):
-            return facts_of(arguments_of(root.get("args")))
+def _arguments(tree: ByteTree, meta: DcpMetadata) -> dict[str, str | int]:
+    """What the trainer's arguments tell, from common.pt or (0.19) the common state; nothing where neither has any."""
+    places = [("common.pt", 0, None)] if "common.pt" in tree.files else []
+    held = [chunk for name, chunks in meta.stored.items() if name.startswith(COMMON_STATE) for chunk in chunks]
+    for file, start, nbytes in (*places, *((chunk.file, chunk.start, chunk.nbytes) for chunk in held)):
+        with contextlib.suppress(MergeStreamError):
+            root = open_torch_file(tree, file, offset=start, nbytes=nbytes).root
+            root = root[0] if isinstance(root, list) and len(root) == 1 else root
+            if isinstance(root, dict):
+                return facts_of(arguments_of(root.get("args")))
     return {}

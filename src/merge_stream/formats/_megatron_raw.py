@@ -11,7 +11,11 @@ from merge_stream.containers.pickle_reader import Recorder
 from merge_stream.tensors.ref import TensorRef
 from merge_stream.tensors.stored_checksum import ChecksumReader
 
-__all__ = ["Raw", "arguments_of", "facts_of"]
+__all__ = ["NORMS", "ROTARY", "Raw", "arguments_of", "facts_of", "settings_of"]
+
+NORMS = "weights of norms"
+ROTARY = "rotary pairs"
+_NO_ROTARY = frozenset({"learned_absolute", "none", "relative"})
 
 _ARGUMENTS = {
     "tensor_model_parallel_size": "tensor-parallel ranks",
@@ -43,9 +47,28 @@ def arguments_of(value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - unpickled
     return state if isinstance(state, dict) else {}
 
 
+def settings_of(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of the model that no shape shows; only those that are told.
+
+    NORMS    "zero-centred": a norm of weight w scales by 1 + w (`--apply-layernorm-1p`); else "plain"
+    ROTARY   "neighbours": rows 2k and 2k + 1 of a head turn together (`--rotary-interleaved`); else "halves"
+    """
+    facts: dict[str, str] = {}
+    for key in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):
+        if isinstance(arguments.get(key), bool):
+            facts[NORMS] = "zero-centred" if arguments[key] else "plain"
+    turns = arguments.get("rotary_interleaved")
+    if isinstance(turns, bool) and str(arguments.get("position_embedding_type", "rope")) not in _NO_ROTARY:
+        facts[ROTARY] = "neighbours" if turns else "halves"
+        part = arguments.get("rotary_percent", 1.0)
+        if turns and part != 1.0:
+            facts[ROTARY] = f"neighbours in {part} of each head"
+    return facts
+
+
 def facts_of(arguments: Mapping[str, Any]) -> dict[str, str | int]:
-    """Parallel sizes that the trainer's arguments tell."""
-    facts: dict[str, str | int] = {}
+    """Parallel sizes that the trainer's arguments tell, and what decides values: see `settings_of`."""
+    facts: dict[str, str | int] = dict(settings_of(arguments))
     for key, name in _ARGUMENTS.items():
         value = arguments.get(key)
         if type(value) is int and value > (0 if key == "world_size" else 1):

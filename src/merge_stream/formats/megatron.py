@@ -11,14 +11,18 @@ extra states neither.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
+from merge_stream.containers.json_file import read_json
 from merge_stream.errors import IncompleteShardsError, UnknownFormatError
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs
 from merge_stream.formats._megatron_dist import read_dist
 from merge_stream.formats._megatron_folder import locate
 from merge_stream.formats._megatron_names import canonical
 from merge_stream.formats._megatron_ranks import read_ranks
+from merge_stream.formats._megatron_raw import settings_of
 from merge_stream.formats._megatron_zarr import read_zarr
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
@@ -27,6 +31,9 @@ from merge_stream.tensors.ref import Catalog
 
 __all__ = ["MEMBER", "Megatron"]
 
+_VERL, _BRIDGE = "transformer_config.json", "run_config.yaml"
+_YAML_FLAG = re.compile(r"^ *(layernorm_zero_centered_gamma|rotary_interleaved): (true|false)\s*$", re.MULTILINE)
+_LIMIT = 1 << 20
 _WORDS = {
     "torch_dist": "a Megatron-core distributed checkpoint",
     "dcp": "a DCP folder of Megatron",
@@ -70,6 +77,7 @@ class Megatron:
             raise IncompleteShardsError(msg, hint="it holds the optimizer's state; pass the model's folder")
         clean_names(model.tensors, here.label)
         ignored = raw.ignored + model.ignored
+        facts = {"layout": found.layout, **_settings(tree, found.folder), **raw.facts}
         dirs = [str(Path(here.label))]
         for folder in found.configs:
             dirs += config_dirs(tree.subtree(folder))
@@ -78,7 +86,7 @@ class Megatron:
             root=here.label,
             tensors=model.tensors,
             files=table.files,
-            facts={"layout": found.layout, **raw.facts},
+            facts=facts,
             ignored=ignored,
             notes=(*found.notes, *raw.notes, *model.notes),
             naming="megatron",
@@ -91,3 +99,17 @@ class Megatron:
 
 
 MEMBER: CheckpointFormat = Megatron()
+
+
+def _settings(tree: ByteTree, folder: str) -> dict[str, str]:
+    """Settings of the model from files beside the weights: verl's transformer_config.json, Bridge's run_config.yaml."""
+    told: dict[str, Any] = {}
+    parts = folder.split("/") if folder else []
+    for depth in range(len(parts) + 1):
+        at = "".join(f"{part}/" for part in parts[:depth])
+        if at + _VERL in tree.files:
+            told |= read_json(tree, at + _VERL, _LIMIT)
+        if at + _BRIDGE in tree.files:
+            text = tree.read(at + _BRIDGE, 0, min(tree.files[at + _BRIDGE].nbytes, _LIMIT)).decode(errors="replace")
+            told |= {match[1]: match[2] == "true" for match in _YAML_FLAG.finditer(text)}
+    return settings_of(told)

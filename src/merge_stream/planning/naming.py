@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.base import Named as MappingOfFamily
 from merge_stream.architectures.lora import PREFIX, Unwrapped, holds_lora, is_adapter_alone, unwrap
 from merge_stream.architectures.lora_base import JOINED
 from merge_stream.architectures.lora_settings import (
@@ -21,11 +22,14 @@ from merge_stream.architectures.naming import map_names
 from merge_stream.errors import CheckpointError, UnsupportedError
 from merge_stream.options import LayoutName, LoraChoice
 from merge_stream.planning.folds import Target, folds_of, targets_of
-from merge_stream.planning.plan import LowRank, Scaled
+from merge_stream.planning.ones import ones_file, ones_table
+from merge_stream.planning.plan import LowRank, ResolvedTake, Scaled
 from merge_stream.planning.planner import Resolved
 from merge_stream.planning.resolve import resolve
+from merge_stream.tensors.box import Box
+from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.parameter import Mapping, identity
-from merge_stream.tensors.ref import Catalog
+from merge_stream.tensors.ref import Catalog, SourceFile
 from merge_stream.units import counted
 
 __all__ = ["Named", "name_parameters"]
@@ -35,7 +39,8 @@ __all__ = ["Named", "name_parameters"]
 class Named:
     """Parameters of the model by name, those of an adapter kept beside it, and its adapter_config.json.
 
-    `folds` are all products that are added to the parameters.
+    `folds` are all products that are added to the parameters, `files` the source files that they need beside those
+    of the catalog, numbered on from them.
     """
 
     mapping: Mapping
@@ -44,6 +49,7 @@ class Named:
     adapter_config: bytes | None = None
     notes: tuple[str, ...] = ()
     folds: tuple[LowRank | Scaled, ...] = ()
+    files: tuple[SourceFile, ...] = ()
 
 
 def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora: LoraChoice) -> Named:
@@ -98,7 +104,19 @@ def _alpha(settings: LoraSettings) -> str:
 
 def _plain(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Named:
     mapping = map_names(catalog, model, layout)
-    return Named(mapping, {p.name: Resolved(p, resolve(catalog, p)) for p in mapping.parameters})
+    folds = _shifts(catalog, mapping)
+    parameters = {p.name: Resolved(p, resolve(catalog, p, folds)) for p in mapping.parameters}
+    return Named(mapping, parameters, folds=tuple(folds.values()), files=(ones_file(),) if folds else ())
+
+
+def _shifts(catalog: Catalog, mapping: Mapping) -> dict[str, LowRank | Scaled]:
+    """Numbers that are added to vectors, in fp32: number times the file of ones, which comes behind the catalog's."""
+    folds: dict[str, LowRank | Scaled] = {}
+    for name, number in mapping.shifted.items() if isinstance(mapping, MappingOfFamily) else ():
+        whole = Box.whole(catalog.tensors[name].shape)
+        table = ones_table(whole.size, len(catalog.files))
+        folds[name] = Scaled(ResolvedTake(table, whole, whole), F32, number)
+    return folds
 
 
 def _adapter(parts: Unwrapped, catalog: Catalog) -> tuple[Resolved, ...]:

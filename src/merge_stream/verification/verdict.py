@@ -187,6 +187,8 @@ def verify(
         check_shards(catalog, catalog.tensors)
     scheme = scheme_of_folder(out)
     named = _named(model, reference, base_model, lora, verdict, scheme)
+    if named is not None:
+        reference = replace(reference, files=(*reference.files, *named.files))
     fold = fold_bytes(named.folds if named is not None else ())
     ahead = ranges_ahead(reference, replicas=False) if check_crc else 0
     memory = plan_memory(

@@ -37,11 +37,17 @@ Rules = tuple[Rule | Rename, ...]
 
 @dataclass(frozen=True, slots=True)
 class MegatronFamily:
-    """One layout: the model types that have it, and the rules for a config."""
+    """One layout: the model types that have it, and the rules for a config.
+
+    centred      canonical names of the norms whose weight w the repository means as 1 + w
+    neighbours   the repository turns rows 2k and 2k + 1 of a head together (rotary), not rows k and k + width / 2
+    """
 
     name: str
     model_types: frozenset[str]
     rules: Callable[[ModelInfo], Rules]
+    centred: str = ""
+    neighbours: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def _sandwich(model: ModelInfo) -> Rules:
 MEMBER = MegatronTable(
     "gemma",
     (
-        MegatronFamily("gemma", words("gemma"), dense),
-        MegatronFamily("gemma 2 and 3", words("gemma2 gemma3_text"), _sandwich),
+        MegatronFamily("gemma", words("gemma"), dense, centred=".+"),
+        MegatronFamily("gemma 2 and 3", words("gemma2 gemma3_text"), _sandwich, centred=".+"),
     ),
 )
