@@ -250,6 +250,12 @@ def check(out: str, **given: Any) -> None:  # noqa: ANN401
 @click.argument("paths", nargs=-1, type=opt.WORDS, metavar="CKPT")
 @opt.opening
 @click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option(
+    "--base-model",
+    type=opt.WORDS,
+    metavar="DIR|ORG/NAME",
+    help="Tell of this model too, and whether an adapter belongs to it; headers only.",
+)
 @opt.bound
 @opt.output
 def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
@@ -262,7 +268,8 @@ def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
             raise UsageError("inspect takes CKPT, a checkpoint's folder", hint="merge-stream inspect CKPT")
         max_mem = opt.memory_bound(given).nbytes
         catalog = open_checkpoint([*paths, *given["inputs"]], opt.open_options(given), max_mem=max_mem)
-        description = describe(catalog, every_tensor=given["tensors"] or given["as_json"])
+        every = given["tensors"] or given["as_json"]
+        description = describe(catalog, every_tensor=every, base_model=given["base_model"], max_mem=max_mem)
     show({**given, "quiet": False}, description.as_json(), description.lines())
 
 

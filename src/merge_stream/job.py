@@ -102,7 +102,9 @@ def make_plan(
         )
         catalog, folder = with_true_vocabulary(catalog, folder)
         if adapter_alone:
-            catalog = with_base_weights(catalog, options.base_model, folder.info, max_mem=options.max_mem)
+            catalog = with_base_weights(
+                catalog, options.base_model, folder.base_folder, folder.info, max_mem=options.max_mem
+            )
     options, folder = as_staged(catalog, options, folder)
     if adapter_alone:
         catalog = replace(catalog, partial="")  # an adapter is whole without the weights it belongs to

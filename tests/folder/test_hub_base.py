@@ -15,6 +15,7 @@ from merge_stream.errors import CheckpointError, HubError
 from merge_stream.output.model_info import find_model_folder
 from tests.folder.hub_server import Hub
 from tests.folder.models import checkpoint, config_of, llama, llama_config, merge, model_folder, tensors_of
+from tests.lora.goldens import Golden, golden, write_adapter, write_base
 
 FILES = {
     "tokenizer.json": '{"model": {"type": "BPE", "vocab": {"a": 0}}}',
@@ -172,3 +173,64 @@ def test_plan_asks_the_hub_too_and_writes_nothing(hub: Hub, tmp_path: Path, caps
     assert cli.run(["plan", str(source), str(tmp_path / "out"), "--base-model", "org/base", "--json"]) == 0
     assert "names are those of org/base on the Hub (1 header read" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def lone_adapter(tmp_path: Path, hub: Hub, name: str = "vanilla") -> tuple[Path, Golden]:
+    """An adapter without weights, and the model it belongs to on the stand-in as org/base."""
+    made = golden(name)
+    folder = write_base(tmp_path / "base", made)
+    hub.add("org/base", {p.name: p.read_bytes() for p in folder.iterdir()} | {"padding.safetensors": b"x"})
+    return write_adapter(tmp_path / "adapter", made), made
+
+
+def test_an_adapter_alone_asks_for_weights_in_merge_and_plan_alike(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, _ = lone_adapter(tmp_path, hub)
+    for command in (["merge", str(adapter), str(tmp_path / "out")], ["plan", str(adapter)]):
+        assert cli.run([*command, "--base-model", "org/base"]) != 0
+        told = capsys.readouterr().err
+        assert "error: the weights of org/base are needed to fold the adapter" in told
+        assert "`hf download org/base` brings them" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_in_the_cache_take_an_adapter_by_the_name_on_the_hub(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import HfApi
+
+    adapter, made = lone_adapter(tmp_path, hub)
+    HfApi(endpoint=hub.url).snapshot_download("org/base", ignore_patterns=["padding*"])
+    out = tmp_path / "out"
+    assert cli.run(["plan", str(adapter), str(out), "--base-model", "org/base", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["tensors"] == len(made.merged)
+    assert set(planned["side_files"]) == {"README.md", "config.json"}
+    assert merge(adapter, out, "--base-model", "org/base") == 0
+    got = tensors_of(out)
+    assert {name: got[name].equal(tensor) for name, tensor in made.merged.items()} == dict.fromkeys(made.merged, True)
+    assert "base_model: org/base\n" in (out / "README.md").read_text()
+    assert cli.run(["verify", str(out), "--against", str(adapter), "--base-model", "org/base"]) == 0
+
+
+def test_inspect_tells_of_the_base_model_from_headers(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, made = lone_adapter(tmp_path, hub)
+    assert cli.run(["inspect", str(adapter), "--base-model", "org/base"]) == 0
+    told = capsys.readouterr().out
+    assert f"base model  org/base: {len(made.original)} tensors" in told
+    assert "config      the base model's" in told
+    modules = {name.split(".lora_")[0] for name in made.adapter if ".lora_" in name}
+    assert f"adapter     fits {len(modules)} modules of the base model" in told
+    assert [name for name, span, _ in hub.ranges if name == "model.safetensors" and span is None] == []
+
+    whole = checkpoint(tmp_path / "ckpt", llama(), llama_config())
+    assert cli.run(["inspect", str(whole), "--base-model", "org/base"]) == 0
+    assert "base model  org/base" in capsys.readouterr().out
+    other = model_folder(tmp_path / "other", {"model.embed_tokens.weight": torch.ones(2, 2)}, llama_config())
+    assert cli.run(["inspect", str(adapter), "--base-model", str(other)]) != 0
+    assert "which the base model" in capsys.readouterr().err
+    assert cli.run(["inspect", str(adapter), "--base-model", "org/none"]) != 0
+    assert "404" in capsys.readouterr().err

@@ -48,6 +48,7 @@ class ModelFolder:
     base_id       name of the base model on the Hub, or ""
     base_readme   path of the base model's card, or ""
     base_config   the base model's config.json, where the checkpoint's own is used; None otherwise
+    base_folder   where the base model's files lie: its folder, or its snapshot in the Hub's cache; "" without one
     """
 
     info: ModelInfo
@@ -58,6 +59,7 @@ class ModelFolder:
     base_readme: str = ""
     config_origin: str = "checkpoint"
     base_config: Mapping[str, Any] | None = None
+    base_folder: str = ""
 
 
 def find_model_folder(
@@ -114,7 +116,7 @@ def find_model_folder(
     if base_folder and config_folder != base_folder and _CONFIG in base_listing:
         base_config = read_json(LocalTree(base_folder, base_listing, {}, allowance), _CONFIG, _CONFIG_LIMIT)
     every = (*notes, *side_files.notes)
-    return ModelFolder(info, config_bytes, side_files, every, base.name, readme, origin, base_config)
+    return ModelFolder(info, config_bytes, side_files, every, base.name, readme, origin, base_config, base_folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from merge_stream.engine.stored_checksums import ranges_ahead
 from merge_stream.errors import CheckpointError, MergeStreamError, UnknownFormatError
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import IoName, LayoutName, LoraChoice, OpenOptions
-from merge_stream.output.model_info import find_model_folder
+from merge_stream.output.model_info import ModelFolder, find_model_folder
 from merge_stream.planning.naming import Named, name_parameters
 from merge_stream.planning.plan import Assembly, ParameterPlan, ResolvedTake
 from merge_stream.planning.planner import Resolved
@@ -181,8 +181,8 @@ def verify(
         verdict.notes.append("compared as kept, for the model has a lora_adapter; if it is folded too: --lora both")
     if is_adapter_alone(reference) and lora.mode != "keep":
         refuse_without_base(reference, base_model)
-        info = _model_info(model, reference, base_model)
-        reference = with_base_weights(reference, base_model, info, max_mem=max_mem)
+        folder = _model_folder(model, reference, base_model)
+        reference = with_base_weights(reference, base_model, folder.base_folder, folder.info, max_mem=max_mem)
     for catalog in (model, reference):
         check_shards(catalog, catalog.tensors)
     scheme = scheme_of_folder(out)
@@ -333,14 +333,20 @@ def _equal(head: str, twin: str, wanted: dict[str, Resolved], prober: Prober) ->
 
 
 def _model_info(model: Catalog, reference: Catalog, base_model: str | None, *, own_first: bool = False) -> ModelInfo:
+    return _model_folder(model, reference, base_model, own_first=own_first).info
+
+
+def _model_folder(
+    model: Catalog, reference: Catalog, base_model: str | None, *, own_first: bool = False
+) -> ModelFolder:
     """What is known of the model: from the reference's config or, where it has none, the model's own."""
     order = (model, reference) if own_first else (reference, model)
     for dirs in (catalog.config_dirs for catalog in order):
         try:
-            return find_model_folder(dirs, base_model, write_config=True).info
+            return find_model_folder(dirs, base_model, write_config=True)
         except CheckpointError:
             continue
-    return ModelInfo(None)
+    return ModelFolder(ModelInfo(None))
 
 
 def _pairs(
