@@ -26,14 +26,14 @@ from merge_stream.formats._deepspeed_states import OptimStates, Shape, StatesFil
 from merge_stream.formats._zero3_experts import experts_of, place_stack
 from merge_stream.formats._zero_masters import Masters, flat_masters
 from merge_stream.options import OpenOptions
-from merge_stream.tensors.dtype import F32
 from merge_stream.tensors.ref import TensorRef
 from merge_stream.tensors.tables import deeper, moved, stacked
 
-__all__ = ["add_experts", "fuse_autoep"]
+__all__ = ["add_experts", "fuse_autoep", "require_no_experts"]
 
 _LOCAL = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _STACK = re.compile(r"(.*\.experts\.w[123])\.(\d+)")
+_GATE = ".deepspeed_moe.gate.wg.weight"
 _COPY = "copy the files of all experts here"
 
 
@@ -57,8 +57,7 @@ def add_experts(
                 msg = f"{name} is {list(ref.shape)} in its expert file, {list(master.shape)} among the masters"
                 raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
             model.tensors[name] = master
-            if ref.dtype != F32:
-                model.twins[name] = ref
+            model.twins[name] = ref
         else:
             keeps = options.weights == "module" or not parts[0].optim
             model.tensors[name] = ref if keeps else widened(ref)
@@ -66,8 +65,18 @@ def add_experts(
         msg = f"{files.tree.label} has masters of experts without a file: {min(masters)} ..."
         raise IncompleteShardsError(msg, hint=_COPY)
     model.facts["experts"] = sum(counts.values())
+    _require_gates(model, files)
     fuse_autoep(model, files)
     return read
+
+
+def require_no_experts(parts: Mapping[int, LocalModel], files: DeepSpeedFiles) -> None:
+    """IncompleteShardsError when a model without expert files has experts (stage 3 keeps them elsewhere)."""
+    for part in () if files.zero3 else parts.values():
+        stated = part.states.state.get("num_experts") if part.states else None
+        if stated or any(group.get("moe") is True for rank in part.optim for group in rank.param_groups):
+            msg = f"{files.tree.label} holds no expert files (layer_*_expert_*), but the model has experts"
+            raise IncompleteShardsError(msg, hint=_COPY)
 
 
 def _read(files: DeepSpeedFiles, table: FileTable) -> tuple[dict[str, TensorRef], Counter[int], int]:
@@ -91,6 +100,7 @@ def _read(files: DeepSpeedFiles, table: FileTable) -> tuple[dict[str, TensorRef]
 def _require_experts(files: DeepSpeedFiles, counts: Counter[int], model: LocalModel) -> None:
     """As many files for each layer as the model states say."""
     stated = model.states.state.get("num_experts") if model.states else None
+    stated = [stated] if type(stated) is int else stated  # one number for all layers, in the oldest files
     numbers = [n for n in stated if type(n) is int] if isinstance(stated, list) else []
     for position, layer in enumerate(sorted(counts)):
         there = {expert for (of, expert, _) in files.experts if of == layer}
@@ -102,6 +112,19 @@ def _require_experts(files: DeepSpeedFiles, counts: Counter[int], model: LocalMo
     if len(numbers) > len(counts):
         msg = f"{files.tree.label} has expert files of {len(counts)} MoE layers, the model states list {len(numbers)}"
         raise IncompleteShardsError(msg, hint=_COPY)
+
+
+def _require_gates(model: LocalModel, files: DeepSpeedFiles) -> None:
+    """A gate of deepspeed.moe has a row for each expert, whatever else says how many there are."""
+    for name, gate in model.tensors.items():
+        if name.endswith(_GATE) and gate.shape:
+            prefix = f"{name.removesuffix(_GATE)}.deepspeed_moe.experts.deepspeed_experts."
+            held = {m[2] for other in model.tensors if other.startswith(prefix) and (m := _LOCAL.fullmatch(other))}
+            if len(held) != gate.shape[0]:
+                msg = (
+                    f"{files.tree.label} has {len(held)} experts of {prefix[:-1]}, {name} chooses among {gate.shape[0]}"
+                )
+                raise IncompleteShardsError(msg, hint=_COPY)
 
 
 def _masters(optim: Sequence[OptimStates], part: LocalModel, weights: Mapping[str, TensorRef]) -> Masters:

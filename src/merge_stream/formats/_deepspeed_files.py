@@ -94,11 +94,12 @@ def tags_of(tree: ByteTree) -> dict[str, int]:
         if "/" in folder:
             universal = _UNIVERSAL.fullmatch(path.partition("/")[2])
             if universal:
-                found.setdefault(path.partition("/")[0], 0)
+                tag = path.partition("/")[0]
+                found[tag] = found.get(tag, 0) + 1
             continue
         if looks_like(name):
             found[folder] = found.get(folder, 0) + 1
-    return {folder: count for folder, count in found.items() if count}
+    return found
 
 
 def choose_tag(tree: ByteTree, wanted: str | None) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError
 from merge_stream.formats._catalog import FileTable, listed
-from merge_stream.formats._deepspeed_experts import add_experts, fuse_autoep
+from merge_stream.formats._deepspeed_experts import add_experts, fuse_autoep, require_no_experts
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles
 from merge_stream.formats._deepspeed_local import LocalModel
-from merge_stream.formats._deepspeed_pipeline import add_sliced_masters, lay_under, read_layers
+from merge_stream.formats._deepspeed_pipeline import add_sliced_masters, lay_under, read_layers, require_layers
 from merge_stream.formats._deepspeed_tensor_parallel import TensorParallelRules
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.ref import TensorRef
@@ -31,6 +31,7 @@ def join_local_models(
     if layers and sorted(layers) != list(range(tensor)):
         msg = f"{files.tree.label} has layer files of tensor-parallel ranks {sorted(layers)}, wanted {tensor} ranks"
         raise IncompleteShardsError(msg, hint="copy all layer_* files here")
+    require_layers(models, layers, files)
     metadata = sum(model.metadata_nbytes for model in (*models.values(), *layers.values()))
     stages: list[LocalModel] = []
     for stage in range(pipeline):
@@ -55,6 +56,7 @@ def join_local_models(
     if files.experts:
         metadata += add_experts(whole, models, files, table, options)
     else:
+        require_no_experts(models, files)
         fuse_autoep(whole, files)  # stage 3 has no expert files
     whole.metadata_nbytes = metadata
     return whole

@@ -11,21 +11,23 @@ BF16_Optimizer without ZeRO lists no shapes: those of the layer files serve.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from merge_stream.containers.torch_file import open_torch_file
-from merge_stream.errors import CorruptCheckpointError, UnsupportedError
-from merge_stream.formats._catalog import FileTable
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
+from merge_stream.formats._catalog import FileTable, listed
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles
 from merge_stream.formats._deepspeed_local import LocalModel, plain_ref, widened
 from merge_stream.formats._deepspeed_states import Shape, StatesFile, tensors_in
 from merge_stream.formats._zero_masters import sliced_masters
-from merge_stream.tensors.dtype import F32
+from merge_stream.formats._zero_stage0 import moment_shapes
 from merge_stream.tensors.ref import TensorRef
 
-__all__ = ["add_sliced_masters", "lay_under", "read_layers"]
+__all__ = ["add_sliced_masters", "lay_under", "read_layers", "require_layers"]
 
 _TIED = "tied_modules."
+_COPY = "copy all layer_* files here"
 
 
 def read_layers(files: DeepSpeedFiles, table: FileTable) -> dict[int, LocalModel]:
@@ -40,6 +42,37 @@ def read_layers(files: DeepSpeedFiles, table: FileTable) -> dict[int, LocalModel
         for key, tensor in tensors.items():
             held.tensors[f"{layer}.{key}"] = plain_ref(f"{layer}.{key}", tensor, source)
     return layers
+
+
+def require_layers(parts: Mapping[int, LocalModel], layers: Mapping[int, LocalModel], files: DeepSpeedFiles) -> None:
+    """IncompleteShardsError for layers that the optimizers have and no file holds.
+
+    Their names tell it (ZeRO), or the shapes of the moments (stage 0). What a tied layer's further uses have has no
+    file: a matrix in each stage but one.
+    """
+    states = {rank: part.states for rank, part in parts.items() if part.states is not None}
+    if not layers:
+        if any(state.module is None for state in states.values()):
+            msg = f"{files.tree.label} is of a pipeline and holds no layer files (layer_*-model_states.pt)"
+            raise IncompleteShardsError(msg, hint=_COPY)
+        return
+    names = [name for state in states.values() for group in state.groups or () for name in group]
+    names += [name for part in parts.values() for name in part.tensors]
+    numbers = {int(name.partition(".")[0]) for name in names if name.partition(".")[0].isdecimal()}
+    if missing := sorted(numbers - {layer for layer, _ in files.layers}):
+        msg = f"{files.tree.label} has no layer_* files of layers {listed(map(str, missing))}, which were trained"
+        raise IncompleteShardsError(msg, hint=_COPY)
+    ranks = len(layers)
+    for rank, held in layers.items():
+        stages = [state for mp, state in sorted(states.items()) if mp % ranks == rank]
+        left = Counter(shape for state in stages for shape in moment_shapes(state))
+        left -= Counter(ref.shape for ref in held.tensors.values())
+        if any(count >= len(stages) or len(shape) != 2 for shape, count in left.items()):
+            msg = (
+                f"{files.tree.label}: the optimizers have {left.total()} parameters more than the layer files, "
+                f"for example of shape {list(min(left))}"
+            )
+            raise IncompleteShardsError(msg, hint=_COPY)
 
 
 def add_sliced_masters(part: LocalModel, layers: LocalModel) -> None:
@@ -86,11 +119,8 @@ def lay_under(whole: LocalModel, layers: LocalModel, *, module: bool) -> None:
         elif masters[name].shape != ref.shape:
             two = f"{list(ref.shape)} in its layer file, {list(masters[name].shape)} in the optimizer's list"
             raise CorruptCheckpointError(f"{name} is {two}", hint="files of two runs are mixed")
-        elif ref.dtype != F32:
+        else:
             whole.twins[name] = ref
-    for name in tied:
-        if name in whole.twins and whole.twins[name].dtype == F32:
-            del whole.twins[name]
     whole.ignored += layers.ignored
 
 

@@ -5,8 +5,9 @@
     Megatron names  no list at all: the rules of Megatron-DeepSpeed's own layers
 
 Facts: DeepSpeed 0.14.4, 0.16.9, 0.19.8 (checkpoint/constants.py, ds_to_universal.py, module_inject/auto_tp.py);
-`source` of a piece indexes the whole tensor and `dest` the rank's part, whatever the names say. A parameter that
-no rule places is refused: shapes alone cannot tell a replica from a part.
+`source` of a piece indexes the whole tensor and `dest` the rank's part, whatever the names say. A piece may be scaled
+(`scale`, checkpoint/affine.py of 0.19.8), which no layer of DeepSpeed does so far and is refused. A parameter that no
+rule places is refused: shapes alone cannot tell a replica from a part.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
+from merge_stream.formats._catalog import listed
 from merge_stream.formats._deepspeed_patterns import NamePatterns
 from merge_stream.tensors.box import row_major_strides
 from merge_stream.tensors.ref import ShardTable, TensorRef
@@ -62,6 +64,10 @@ class TensorParallelRules:
         self._where = where
         affine = self._info.get("affine_map")
         params = affine.get("params") if isinstance(affine, dict) else None
+        version = affine.get("version", _AFFINE_VERSION) if isinstance(affine, dict) else _AFFINE_VERSION
+        if version != _AFFINE_VERSION:
+            msg = f"{where}: its affine_map is of version {version!r:.40}, known is {_AFFINE_VERSION}"
+            raise UnsupportedError(msg, hint="convert it with DeepSpeed's ds_to_universal")
         self._affine = NamePatterns.of(params, where)
         self._lists = {name: NamePatterns.of(self._info.get(key), where) for name, key in _LISTS.items()}
         self._unsupported = NamePatterns.of(self._info.get("autotp_unsupported_parameter_patterns"), where)
@@ -128,6 +134,11 @@ class TensorParallelRules:
                 raise self._malformed(name)
             pieces = entry.get("pieces")
             for record in pieces if isinstance(pieces, (list, tuple)) else ():
+                if isinstance(record, dict) and (more := set(record) - _PIECE_KEYS):
+                    msg = f"{self._where}: a part of {name} is described with {listed(sorted(map(str, more)), most=3)}"
+                    raise UnsupportedError(
+                        f"{msg} (a rank holds it scaled, perhaps)", hint="convert it with DeepSpeed's ds_to_universal"
+                    )
                 piece = _piece(record, shape, part.shape)
                 locations = _shape(record.get("locations")) if isinstance(record, dict) else None
                 if piece is None or locations is None:
@@ -189,6 +200,8 @@ _LISTS = {
     "vocabulary": "vocabulary_parameter_patterns",
 }
 _RULES = {"affine_map", *_LISTS.values()}
+_AFFINE_VERSION = 1
+_PIECE_KEYS = {"shape", "source", "dest", "locations"}
 
 
 def _sub_params(described: object, where: str) -> list[object]:

@@ -119,9 +119,12 @@ def sliced_masters(group: int, shapes: Mapping[str, Shape], ranks: Sequence[Opti
     masters: Masters = {}
     for name, parts in fragments.items():
         shape = shapes.get(name)
-        if shape is None or sum(numel for numel, _, _ in parts) != math.prod(shape):
+        if shape is None:
+            msg = f"{ranks[0].source.where}: the optimizer has a master of {name}, and no file tells its shape"
+            raise IncompleteShardsError(msg, hint="a *model_states.pt file is missing: copy all files of the save here")
+        if sum(numel for numel, _, _ in parts) != math.prod(shape):
             have = sum(numel for numel, _, _ in parts)
-            msg = f"{name}: the ranks hold {have} elements of its master, its shape is {list(shape) if shape else '?'}"
+            msg = f"{name}: the ranks hold {have} elements of its master, its shape is {list(shape)}"
             raise CorruptCheckpointError(msg, hint=_MIXED)
         stops = np.cumsum([numel for numel, _, _ in parts])
         ranges = Ranges([0, *stops[:-1]], stops, [f for _, f, _ in parts], [o for _, _, o in parts])

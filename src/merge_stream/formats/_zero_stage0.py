@@ -23,7 +23,7 @@ from merge_stream.formats._flat_ranges import Ranges
 from merge_stream.formats._zero_masters import Masters, master
 from merge_stream.tensors.dtype import F32
 
-__all__ = ["unpartitioned_masters"]
+__all__ = ["moment_shapes", "unpartitioned_masters"]
 
 _MODULE = "--weights module writes the 16-bit weights"
 
@@ -46,6 +46,21 @@ def unpartitioned_masters(states: ModelStates) -> Masters | None:
             raise CorruptCheckpointError(msg, hint=f"the file is damaged: copy it again; {_MODULE}")
         return read(states, groups)
     return None
+
+
+def moment_shapes(states: ModelStates) -> list[Shape]:
+    """The shapes of what a plain optimizer of torch (fp32, stage 0) trains, as its first moments have them."""
+    optimizer = states.state.get("optimizer")
+    entries = optimizer.get("state") if isinstance(optimizer, dict) else None
+    found = []
+    for entry in entries.values() if isinstance(entries, dict) else ():
+        for key in ("exp_avg", "momentum_buffer", "sum"):
+            value = entry.get(key) if isinstance(entry, dict) else None
+            moment = plain_tensor(value, "a moment", states.source.where)
+            if moment is not None:
+                found.append(moment.shape)
+                break
+    return found
 
 
 def _wide(value: Any, states: ModelStates) -> PlainTensor:  # noqa: ANN401 - unpickled

@@ -58,10 +58,14 @@ class DeepSpeed:
             raise UnknownFormatError(msg, hint="pass the folder with the file `latest`, or that of a tag")
         files = files_of(tree, choose_tag(tree, options.tag))
         table = FileTable(files.tree)
-        if files.universal:
-            model = read_universal(files, table, options)
+        if files.universal and (files.zero3 or options.weights != "module"):
+            if options.weights == "module":
+                raise _universal_has_no_module(files)
+            model = read_universal(files, table)
         else:
             model = join_local_models(read_local_models(files, table, options), files, table, options)
+        if not model.tensors and files.universal:
+            raise _universal_has_no_module(files)
         if not model.tensors:
             msg = f"{files.tree.label} holds no weights"
             raise IncompleteShardsError(msg, hint="the save did not finish, or it was told to save no model")
@@ -108,6 +112,13 @@ class DeepSpeed:
             twins=twins,
             partial=f"--exclude-frozen leaves out {counted(left_out, 'frozen parameter')}" if left_out else "",
         )
+
+
+def _universal_has_no_module(files: DeepSpeedFiles) -> UnsupportedError:
+    msg = (
+        f"{files.tree.label} is a universal checkpoint of ZeRO stage 3 or of a pipeline, which holds fp32 weights alone"
+    )
+    return UnsupportedError(msg, hint="leave --weights module out; --dtype bf16 writes 16-bit weights")
 
 
 def _named(tensor: TensorRef, name: str) -> TensorRef:

@@ -1,0 +1,121 @@
+"""DeepSpeed: parts of a model with files of their own (experts, layers, tensor-parallel ranks), some of them lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, MergeStreamError, UnsupportedError
+from merge_stream.options import OpenOptions
+from tests.cases.naive import merged
+from tests.formats.naive import DATA
+
+
+def copied(case: str, tmp_path: Path) -> Path:
+    shutil.copytree(DATA / case / "ckpt", tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
+def removed(folder: Path, pattern: str) -> Path:
+    found = list(folder.rglob(pattern))
+    assert found
+    for path in found:
+        path.unlink()
+    return folder
+
+
+def refusal(ckpt: Path, tmp_path: Path, error: type[MergeStreamError], **opening: str) -> str:
+    with pytest.raises(error) as caught:
+        merged(ckpt, tmp_path / "out", opening=OpenOptions(**opening))
+    assert not (tmp_path / "out").exists()
+    assert caught.value.hint
+    return caught.value.message
+
+
+@pytest.mark.parametrize("weights", ["master", "module"])
+@pytest.mark.parametrize("case", ["deepspeed/moe_z2_ep2_w4", "deepspeed_old/moe_z2_ep2_w4"])
+class TestExperts:
+    def test_none_of_their_files_is_there(self, tmp_path: Path, case: str, weights: str) -> None:
+        """The rest of the model is whole, and a merge of it would run through."""
+        ckpt = removed(copied(case, tmp_path), "*_expert_*")
+        assert "holds no expert files" in refusal(ckpt, tmp_path, IncompleteShardsError, weights=weights)
+
+    def test_a_layer_of_them_is_missing(self, tmp_path: Path, case: str, weights: str) -> None:
+        ckpt = removed(copied(case, tmp_path), "layer_1_expert_*")
+        message = refusal(ckpt, tmp_path, IncompleteShardsError, weights=weights)
+        assert "1 MoE layers, the model states list 2" in message
+
+    @pytest.mark.parametrize("stated", [True, False])
+    def test_the_last_one_is_missing(self, tmp_path: Path, case: str, weights: str, *, stated: bool) -> None:
+        """Without `num_experts` the gate tells, which has a row for each expert."""
+        ckpt = removed(copied(case, tmp_path), "layer_*_expert_3_*")
+        if not stated and weights == "module":
+            changed(next(ckpt.rglob("mp_rank_00_model_states.pt")), lambda state: state.update(num_experts=None))
+            assert "chooses among 4" in refusal(ckpt, tmp_path, IncompleteShardsError, weights=weights)
+        else:
+            assert "missing: 3" in refusal(ckpt, tmp_path, IncompleteShardsError, weights=weights)
+
+
+class TestLayersOfAPipeline:
+    """Stage 0 in fp32: nothing but the moments of the optimizer tells what was trained."""
+
+    @pytest.mark.parametrize("layer", ["1", "2", "3"])
+    @pytest.mark.parametrize("weights", ["master", "module"])
+    def test_a_layer_file_is_missing(self, tmp_path: Path, layer: str, weights: str) -> None:
+        ckpt = removed(copied("deepspeed/pp2_z0_w2", tmp_path), f"layer_0{layer}-model_states.pt")
+        message = refusal(ckpt, tmp_path, IncompleteShardsError, weights=weights)
+        assert "more than the layer files" in message
+
+    def test_all_of_them_are_missing(self, tmp_path: Path) -> None:
+        ckpt = removed(copied("deepspeed/pp2_z0_w2", tmp_path), "layer_*")
+        assert "holds no layer files" in refusal(ckpt, tmp_path, IncompleteShardsError)
+
+
+class TestAffineMap:
+    """What a newer DeepSpeed may say of a piece changes its values; skipping it would be a wrong weight."""
+
+    def folder(self, tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+        ckpt = copied("deepspeed/tp2_z0_w2", tmp_path)
+        for path in ckpt.rglob("*model_states.pt"):
+            changed(path, lambda state: change(state["universal_checkpoint_info"]["affine_map"]))
+        return ckpt
+
+    def test_a_scaled_piece(self, tmp_path: Path) -> None:
+        def scale(affine: dict[str, Any]) -> None:
+            for placed in affine["params"].values():
+                for rank in placed["ranks"].values():
+                    for piece in rank["pieces"]:
+                        piece["scale"] = 0.5
+
+        ckpt = self.folder(tmp_path, scale)
+        assert "is described with scale" in refusal(ckpt, tmp_path, UnsupportedError)
+
+    @pytest.mark.parametrize("version", [2, "1", None])
+    def test_another_version(self, tmp_path: Path, version: object) -> None:
+        ckpt = self.folder(tmp_path, lambda affine: affine.update(version=version))
+        assert "affine_map is of version" in refusal(ckpt, tmp_path, UnsupportedError)
+
+    def test_a_piece_twice(self, tmp_path: Path) -> None:
+        def twice(affine: dict[str, Any]) -> None:
+            ranks = next(iter(affine["params"].values()))["ranks"]
+            ranks[1]["pieces"] = ranks[0]["pieces"]
+
+        refusal(self.folder(tmp_path, twice), tmp_path, MergeStreamError)
+
+
+def test_tensor_parallel_ranks_of_two_saves_without_zero(tmp_path: Path) -> None:
+    """Stage 0 has no optimizer files whose step could tell."""
+    ckpt = copied("deepspeed/tp2_z0_w2", tmp_path)
+    changed(next(ckpt.rglob("mp_rank_01_model_states.pt")), lambda state: state.update(global_steps=9))
+    assert "has global_steps" in refusal(ckpt, tmp_path, CorruptCheckpointError)
