@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
 
 from merge_stream.errors import UsageError
-from merge_stream.options import LoraChoice, MergeOptions, OpenOptions, StagingName
+from merge_stream.options import LoraChoice, MergeOptions, OpenOptions, QuantizeName, StagingName
 from merge_stream.units import format_bytes, parse_bytes
 from merge_stream.verl_spelling import VerlOptions, explain_and_check
 
@@ -168,7 +168,7 @@ writing = _all(
     ),
     click.option(
         "--quantize",
-        type=click.Choice(["fp8-block", "fp8-dynamic"]),
+        type=click.Choice(get_args(QuantizeName)),
         help="Write the linear layers quantized in this scheme.",
     ),
     click.option(

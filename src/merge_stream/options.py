@@ -22,7 +22,7 @@ DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 LayoutName = Literal["upstream", "as-is"]
 StagingName = Literal["direct", "zarr"]
 IoName = Literal["auto", "pread", "mmap"]
-QuantizeName = Literal["fp8-block", "fp8-dynamic"]
+QuantizeName = Literal["fp8", "fp8-block", "fp8-dynamic", "int4", "int8", "mxfp4", "mxfp8", "nvfp4"]
 LoraMode = Literal["merge", "keep", "both"]
 WeightsName = Literal["master", "module"]
 

@@ -6,14 +6,14 @@ divided by the largest code; where that is zero it is the epsilon of float32, 2^
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from merge_stream.encodings.base import Ints
+from merge_stream.encodings.base import BLOCK, Ints
 
-__all__ = ["EPSILON", "CompressedTensors", "count_not_finite", "dynamic"]
+__all__ = ["EPSILON", "CompressedTensors", "count_not_finite", "dynamic", "group_magnitudes", "in_blocks"]
 
 EPSILON = np.finfo(np.float32).eps
 """The scale of nothing but zeros."""
@@ -22,6 +22,31 @@ EPSILON = np.finfo(np.float32).eps
 def dynamic(kind: str, bits: int, strategy: str, **more: int) -> dict[str, Any]:
     """Settings of activations that an engine quantizes itself, with scales found as it goes."""
     return {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": True, "strategy": strategy, **more}
+
+
+def in_blocks(values: np.ndarray) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+    """Some rows after another as float32, which may be used up, and uint32 scratch of the same shape."""
+    columns = values.shape[1]
+    step = max(BLOCK // columns, 1)
+    wide, scratch = np.empty((step, columns), np.float32), np.empty((step, columns), np.uint32)
+    for low in range(0, len(values), step):
+        part = values[low : low + step]
+        np.copyto(wide[: len(part)], part, casting="unsafe")
+        yield slice(low, low + len(part)), wide[: len(part)], scratch[: len(part)]
+
+
+def group_magnitudes(x: np.ndarray, size: int, scratch: np.ndarray) -> np.ndarray:
+    """The largest magnitude of each `size` neighbours (a power of two) in rows of float32, [rows, groups].
+
+    Positive floats are in the order of their bits, and numpy halves integers with a stride several times faster
+    than it reduces short rows.
+    """
+    bits = np.bitwise_and(x.view(np.uint32), np.uint32(0x7FFFFFFF), out=scratch).reshape(-1)
+    while size > 1:
+        bits = np.maximum(bits[0::2], bits[1::2])
+        size //= 2
+    tops: np.ndarray = bits.view(np.float32).reshape(len(x), -1)
+    return tops
 
 
 def count_not_finite(values: np.ndarray, largest: np.ndarray) -> int:

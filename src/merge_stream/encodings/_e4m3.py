@@ -11,19 +11,24 @@ import functools
 
 import numpy as np
 
-__all__ = ["LARGEST", "decode_e4m3", "encode_e4m3"]
+__all__ = ["LARGEST", "decode_e4m3", "encode_by", "encode_e4m3"]
 
 LARGEST = np.float32(448)
 
 
 def encode_e4m3(values: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
     """Encode float32 `values` (which is used up) into `out` (uint8); `scratch` is uint32, all of one shape."""
+    encode_by(_codes(), values, scratch, out)
+
+
+def encode_by(table: np.ndarray, values: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
+    """The same by the codes of another type, of at most five bits of mantissa."""
     bits = values.view(np.uint32)
     np.bitwise_and(bits, np.uint32(0xFFFF), out=scratch)
     scratch += np.uint32(0xFFFF)  # carries into bit 16 unless the lower half is zero
     np.bitwise_or(bits, scratch, out=bits)
     np.right_shift(bits, np.uint32(16), out=bits)
-    np.take(_codes(), bits, out=out, mode="clip")
+    np.take(table, bits, out=out, mode="clip")
 
 
 def decode_e4m3(codes: np.ndarray) -> np.ndarray:

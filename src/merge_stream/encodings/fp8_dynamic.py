@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from merge_stream.encodings._compressed import EPSILON, CompressedTensors, count_not_finite, dynamic
+from merge_stream.encodings._compressed import EPSILON, CompressedTensors, count_not_finite, dynamic, in_blocks
 from merge_stream.encodings._e4m3 import LARGEST, decode_e4m3, encode_e4m3
-from merge_stream.encodings.base import BLOCK, Part
+from merge_stream.encodings.base import Part
 from merge_stream.tensors.dtype import F8_E4M3, F32
 
 __all__ = ["MEMBER"]
@@ -36,22 +36,16 @@ class Fp8Dynamic(CompressedTensors):
     def encode(self, values: np.ndarray, outs: Sequence[np.ndarray], largest: float) -> int:  # noqa: ARG002
         """Fill codes and scales of whole rows; returns how many values are NaN or infinite."""
         codes, scales = outs[0].reshape(values.shape), outs[1].view(np.float32)
-        columns = values.shape[1]
-        step = max(BLOCK // columns, 1)
-        wide, scratch = np.empty((step, columns), np.float32), np.empty((step, columns), np.uint32)
         bad = 0
         with np.errstate(all="ignore"):
-            for low in range(0, len(values), step):
-                part = values[low : low + step]
-                x, free = wide[: len(part)], scratch[: len(part)]
-                np.copyto(x, part, casting="unsafe")
+            for rows, x, free in in_blocks(values):
                 scale = np.abs(x, out=free.view(np.float32)).max(axis=1)
                 bad += count_not_finite(x, scale)
                 scale /= LARGEST
                 scale[scale == 0] = EPSILON
-                scales[low : low + step] = scale
-                x /= scale[:, None]
-                encode_e4m3(x, free, codes[low : low + step])
+                scales[rows] = scale
+                np.divide(x, scale[:, None], out=x)
+                encode_e4m3(x, free, codes[rows])
         return bad
 
     def decode(self, outs: Sequence[np.ndarray], columns: int, largest: float) -> np.ndarray:  # noqa: ARG002

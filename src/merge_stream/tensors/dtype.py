@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DTYPES", "F8_E4M3", "F32", "DType", "dtype_named", "dtype_of_storage", "dtype_of_torch", "promoted"]
+__all__ = [
+    "DTYPES",
+    "F8_E4M3",
+    "F32",
+    "I8",
+    "I32",
+    "I64",
+    "U8",
+    "DType",
+    "dtype_named",
+    "dtype_of_storage",
+    "dtype_of_torch",
+    "promoted",
+]
 
 Kind = Literal["float", "int", "bool", "quantized", "complex"]
 
@@ -84,9 +97,11 @@ DTYPES: tuple[DType, ...] = (
 F32 = DTYPES[1]
 """The type of master weights."""
 
-F8_E4M3 = next(d for d in DTYPES if d.name == "F8_E4M3")
-
 _BY_NAME = {d.name: d for d in DTYPES}
+
+F8_E4M3, I8, I32, I64, U8 = (_BY_NAME[name] for name in ("F8_E4M3", "I8", "I32", "I64", "U8"))
+"""The types of what quantization writes."""
+
 _BY_TORCH = {d.torch_name: d for d in DTYPES} | {
     alias: next(d for d in DTYPES if d.torch_name == name)
     for alias, name in {
