@@ -241,9 +241,9 @@ def _own_meshes(kind: _Kind, data: bytes, where: str) -> dict[int, Any] | None:
     if not cut:
         return None
     for start, stop in head.texts:
-        if data[start:stop] != kind.pickled[start:stop]:
-            if kind.pickled[start:stop].decode("utf-8", "replace") in kind.names:
-                return None  # a text from the memo may be the name of a later tensor
+        text = kind.pickled[start:stop]
+        if text != data[start:stop] and text.decode("utf-8", "replace") in kind.names:
+            return None  # a text from the memo may be the name of a later tensor
     try:
         root, _, _ = read_pickle(data[:cut] + b"u.", where)
     except MergeStreamError:

@@ -19,7 +19,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -184,6 +184,15 @@ def _flattened(values: Mapping[Any, Any], path: tuple[str, ...], depth: int) -> 
             yield (*path, name), value
 
 
+class _Place(NamedTuple):
+    """Boxes, files, and the rows of the group that they are of."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    file: np.ndarray
+    rows: np.ndarray
+
+
 class _Assembler:
     """From groups of ranks to tensors; collects what the user should know."""
 
@@ -192,13 +201,19 @@ class _Assembler:
         self._numbers = numbers
         self._joined: list[str] = []
         self._drifted: list[str] = []
+        self._places: dict[tuple[int, bytes], tuple[_Place, _Place]] = {}
+        self._complete: set[tuple[int, bytes]] = set()
 
     def tensor(self, name: str, groups: list[Group]) -> TensorRef:
         """One tensor of the catalog."""
         if len(groups) > 1:
             self._resolver.require_alike(name, groups)
         for group in groups:
-            _require_complete(name, group)
+            key = (id(group.layout), group.ranks.tobytes())
+            if key not in self._complete:
+                _require_complete(name, group)
+                if group.layout is not None:
+                    self._complete.add(key)
         slices = [groups] if len(groups) == 1 else self._resolver.slices(name, groups)
         dtype, shape = groups[0].dtype, groups[0].shape
         shards: list[ShardTable] = []
@@ -206,16 +221,22 @@ class _Assembler:
         for k, copies in enumerate(slices):
             for j, group in enumerate(copies):
                 first, others = self._tables(name, group)
-                shift = np.zeros(len(shape), dtype=np.int64)
                 if len(slices) > 1:
-                    shift[0] = k * shape[0]
-                (replicas if j else shards).append(moved(first, shift))
-                replicas.append(moved(others, shift))
+                    shift = (k * shape[0], *(0 for _ in shape[1:]))
+                    first, others = moved(first, shift), moved(others, shift)
+                (replicas if j else shards).append(first)
+                replicas.append(others)
         if len(slices) > 1:
             self._joined.append(name)
             shape = (shape[0] * len(slices), *shape[1:])
-        further = stacked(replicas, len(shape))
-        return TensorRef(name, dtype, shape, stacked(shards, len(shape)), further if len(further) else None)
+        further = [table for table in replicas if len(table)]
+        return TensorRef(
+            name,
+            dtype,
+            shape,
+            shards[0] if len(shards) == 1 else stacked(shards, len(shape)),
+            stacked(further, len(shape)) if further else None,
+        )
 
     def notes(self) -> tuple[str, ...]:
         """Remarks on what was joined, and on copies that differ."""
@@ -233,7 +254,18 @@ class _Assembler:
         return tuple(notes)
 
     def _tables(self, name: str, group: Group) -> tuple[ShardTable, ShardTable]:
-        """(first copies, further copies), empty boxes left out."""
+        """(first copies, further copies), empty boxes left out; tensors of one layout share all but the offsets."""
+        offsets = np.array(group.offsets, dtype=np.int64)
+        key = (id(group.layout), group.ranks.tobytes())
+        places = self._places.get(key)
+        if places is None:
+            places = self._placed(name, group)
+            if group.layout is not None:
+                self._places[key] = places
+        one, two = (ShardTable(p.start, p.stop, p.file, offsets[p.rows]) for p in places)
+        return one, two
+
+    def _placed(self, name: str, group: Group) -> tuple[_Place, _Place]:
         ranks = np.array(group.ranks, dtype=np.int64)
         n, ndim = len(ranks), len(group.shape)
         if group.layout is not None:
@@ -256,9 +288,9 @@ class _Assembler:
                     raise CorruptCheckpointError(msg, hint=hint)
                 self._drifted.append(name)
         filled = (stop > start).all(axis=1)
-        files, offsets = self._numbers[ranks], np.array(group.offsets, dtype=np.int64)
-        chosen = (filled & first, filled & ~first)
-        one, two = (ShardTable(start[m], stop[m], files[m], offsets[m]) for m in chosen)
+        files = self._numbers[ranks]
+        rows = np.flatnonzero(filled & first), np.flatnonzero(filled & ~first)
+        one, two = (_Place(start[r], stop[r], files[r], r) for r in rows)
         return one, two
 
 
