@@ -28,7 +28,7 @@ from merge_stream.engine.governor import Governor
 from merge_stream.engine.largest import measure_largest
 from merge_stream.engine.limits import flush_window
 from merge_stream.engine.memory import MemoryPlan, peak_rss
-from merge_stream.engine.staging import DirectStaging
+from merge_stream.engine.staging import DirectStaging, SparseStaging
 from merge_stream.engine.unchanged import sources_unchanged
 from merge_stream.errors import VerificationError
 from merge_stream.job import Job, card_facts, make_plan, memory_for
@@ -245,7 +245,8 @@ def merge(
     job = make_plan(catalog, options, observer=observer, stop=stop)
     for text in job.warnings:
         observer(Warned(text))
-    staged = execute(job, out, inputs=given, observer=observer, stop=stop)
+    area = SparseStaging if job.options.sparse else DirectStaging
+    staged = execute(job, out, inputs=given, observer=observer, stop=stop, area=area)
     return finalize(staged, observer=observer, stop=stop)
 
 

@@ -95,6 +95,7 @@ def app() -> None:
 @opt.staging
 @click.option("--verify", is_flag=True, help="Read the whole output and the source again and compare all values.")
 @click.option("--sha256", is_flag=True, help="Tell the SHA-256 of each weight file, as the Hub does; reads OUT again.")
+@click.option("--sparse", is_flag=True, help="Leave blocks of zeros out of the files of OUT, as holes on the disk.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT by the new model once that is whole.")
 @click.option("--restart", is_flag=True, help="Begin anew instead of continuing an interrupted run.")
 @opt.output

@@ -292,6 +292,7 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         io=given["io"],
         staging=_staging(given),
         keep_store=given.get("keep_store"),
+        sparse=_sparse(given),
     )
 
 
@@ -304,6 +305,14 @@ def _quantize_ignore(given: Mapping[str, Any]) -> tuple[str, ...]:
         msg = "--force is for a quantization that a loader misreads, and nothing is quantized"
         raise UsageError(msg, hint="leave it out, or add --quantize")
     return tuple(given["quantize_ignore"])
+
+
+def _sparse(given: Mapping[str, Any]) -> bool:
+    """`--sparse`; UsageError through a store, whose chunks are compressed as a whole or not at all."""
+    if given.get("sparse") and given.get("staging") == "zarr":
+        msg = "--sparse leaves holes in the files of the model, and --staging zarr writes a store first"
+        raise UsageError(msg, hint="leave one of them out")
+    return bool(given.get("sparse"))
 
 
 def _staging(given: Mapping[str, Any]) -> StagingName:

@@ -77,6 +77,7 @@ class MergeOptions:
                     bytes are the same, so another one may continue a run
     staging         "direct" into the files of the model, or through a "zarr" store
     keep_store      folder of that store, which stays; None: beside the output, and removed with success
+    sparse          leave blocks of zeros out of new files, as holes
     """
 
     dtype: DtypeName = "keep"
@@ -103,3 +104,4 @@ class MergeOptions:
     io: IoName = "auto"
     staging: StagingName = "direct"
     keep_store: str | None = None
+    sparse: bool = False

@@ -43,13 +43,15 @@ class Writes:
     """`files` that a run makes below its model folder, with their bytes; `more_nbytes` of bookkeeping.
 
     `largest_item` is the most bytes that cannot be split over two files; `can_shrink` tells
-    that another element type would write fewer bytes.
+    that another element type would write fewer bytes; `sparse` that zeros take no room, so that nobody knows how much
+    is needed.
     """
 
     files: Mapping[str, int]
     more_nbytes: int = 0
     largest_item: int = 0
     can_shrink: bool = False
+    sparse: bool = False
 
 
 def preflight(job: Job, place: OutputPlace) -> None:
@@ -86,6 +88,7 @@ def _writes(job: Job) -> Writes:
         more_nbytes=_OWN_FILES + lines * _JOURNAL_LINE + sources,
         largest_item=max((p.nbytes for p in plan.parameters), default=0),
         can_shrink=any(p.dtype.itemsize > 2 for p in plan.parameters),
+        sparse=job.options.sparse,
     )
 
 
@@ -167,7 +170,7 @@ def _check_room(place: OutputPlace, folder: str, writes: Writes) -> None:
         else:
             nbytes += max(-(-size // block) * block - found.st_blocks * 512, 0)
     free = shutil.disk_usage(folder).free
-    if nbytes > free:
+    if nbytes > free and not writes.sparse:
         msg = f"{folder} has {format_bytes(free)} free, the output needs {format_bytes(nbytes)}"
         old = f", or remove {place.out}, which stays until the new model is whole" if place.replaces else ""
         fewer = ", or write fewer bytes (--dtype bf16)" if writes.can_shrink else ""

@@ -29,9 +29,19 @@ from merge_stream.engine.journal import DoneRanges, Journal, WrittenRange, check
 from merge_stream.errors import OutputBusyError, PlanMismatchError
 from merge_stream.planning.plan import Plan, fingerprint_of
 from merge_stream.storage.base import ByteSink
+from merge_stream.storage.holes import HolesSink
 from merge_stream.storage.local import LocalSink
 
-__all__ = ["STORE", "STORE_ENTRIES", "DirectStaging", "PlacedBytes", "StagingArea", "belongs_to", "locked"]
+__all__ = [
+    "STORE",
+    "STORE_ENTRIES",
+    "DirectStaging",
+    "PlacedBytes",
+    "SparseStaging",
+    "StagingArea",
+    "belongs_to",
+    "locked",
+]
 
 STORE = "store"
 """The store of a merge through a store, in its partial folder; it has a partial folder of its own while it is made."""
@@ -332,3 +342,10 @@ def _size(path: str) -> int:
         return os.stat(path).st_size
     except OSError:
         return -1
+
+
+class SparseStaging(DirectStaging):
+    """The same, with holes where the model is zero."""
+
+    def _open_sink(self) -> ByteSink:
+        return HolesSink(self.model_dir)
