@@ -31,12 +31,13 @@ def sharded_base(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> 
     return folder
 
 
+@pytest.mark.parametrize("at", ["mtp.layers.{n}.proj", "model.layers.{n}.mtp.proj"])
 def test_case_062_tensors_that_the_base_has_more_drop_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], at: str
 ) -> None:
     """Each file of the base ends with a tensor of the prediction layer, which the checkpoint lacks."""
     tensors = llama()
-    extra = {f"mtp.layers.{n}.proj.weight": torch.ones(4).bfloat16() for n in range(3)}
+    extra = {f"{at.format(n=n)}.weight": torch.ones(4).bfloat16() for n in range(3)}
     base = sharded_base(tmp_path / "base", tensors | extra, 3)
     source = checkpoint(tmp_path / "ckpt", tensors)
     assert merge(source, tmp_path / "out", "--base-model", str(base), "--json") == 0
@@ -178,3 +179,14 @@ def test_case_074_noise_of_frameworks_is_counted_and_left_out(
     told = json.loads(capsys.readouterr().out)
     assert set(tensors_of(tmp_path / "out")) == set(tensors)
     assert sum(told["ignored"].values()) == 101
+
+
+def test_case_070_one_storage_under_two_names_is_two_tensors_where_nothing_ties_them(tmp_path: Path) -> None:
+    tensors = llama(head=False)
+    source = checkpoint(tmp_path / "ckpt", tensors, llama_config(tie_word_embeddings=False))
+    shared = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    torch.save(shared, source / "model_world_size_1_rank_0.pt")
+    assert merge(source, tmp_path / "out") == 0
+    found = tensors_of(tmp_path / "out")
+    assert torch.equal(found["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert torch.equal(found["model.embed_tokens.weight"], tensors["model.embed_tokens.weight"])

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import Shard
 
 from merge_stream import cli
 from tests.folder.models import checkpoint, config_of, llama, llama_config, merge, model_folder, parts_of, tensors_of
+from tests.makers.dtensor import Spread, write_ranks
 
 
 def vision_config(**changes: Any) -> dict[str, Any]:
@@ -85,6 +88,42 @@ def test_case_109_fused_experts_in_the_orientation_of_the_repository(tmp_path: P
     assert same(tensors_of(tmp_path / "out"), wanted)
 
 
+EXPERTS = "model.layers.0.mlp.experts."
+MIXTURE = llama_config(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=4)
+
+
+def mixture() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """A Qwen3-MoE without its experts, and these as they are in memory: E 4, I 6, H 8."""
+    rest = {n: t for n, t in llama().items() if ".mlp." not in n}
+    rest |= {f"model.layers.0.self_attn.{k}_norm.weight": torch.ones(4).bfloat16() for k in "qk"}
+    rest["model.layers.0.mlp.gate.weight"] = torch.randn(4, 8).bfloat16()
+    return rest, torch.randn(4, 12, 8).bfloat16(), torch.randn(4, 8, 6).bfloat16()
+
+
+def apart(gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The experts as in the repository."""
+    made = {}
+    for e in range(len(down)):
+        gate, up = gate_up[e].chunk(2)
+        made |= {f"{EXPERTS}{e}.gate_proj.weight": gate.contiguous(), f"{EXPERTS}{e}.up_proj.weight": up.contiguous()}
+        made[f"{EXPERTS}{e}.down_proj.weight"] = down[e].contiguous()
+    return made
+
+
+@pytest.mark.parametrize("with_base", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+def test_case_109_experts_are_apart_in_the_right_orientation(tmp_path: Path, *, with_base: bool, turned: bool) -> None:
+    """[E, 2I, H] of transformers 5, or [E, H, 2I]: the shapes tell which."""
+    rest, gate_up, down = mixture()
+    fused = {f"{EXPERTS}gate_up_proj": gate_up, f"{EXPERTS}down_proj": down}
+    stored = {n: t.transpose(1, 2).contiguous() if turned else t for n, t in fused.items()}
+    wanted = rest | apart(gate_up, down)
+    base = model_folder(tmp_path / "base", wanted, MIXTURE)
+    options = ["--base-model", str(base)] if with_base else []
+    assert merge(checkpoint(tmp_path / "ckpt", rest | stored, MIXTURE), tmp_path / "out", *options) == 0
+    assert same(tensors_of(tmp_path / "out"), wanted)
+
+
 def test_case_111_sizes_in_a_nested_text_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     flat = vision_config()
@@ -132,6 +171,25 @@ def test_case_112_where_it_cannot_be_told_all_names_are_listed(
     assert same(tensors_of(tmp_path / "by_base"), tensors)
 
 
+def test_case_112_in_a_family_that_has_none_all_names_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text model with a tower: every stranger is named, and a file of rules carries them through or drops them."""
+    strangers = {f"vision_model.blocks.{n}.weight": torch.ones(2, 2).bfloat16() for n in range(2)}
+    rest, gate_up, down = mixture()
+    source = checkpoint(tmp_path / "ckpt", rest | apart(gate_up, down) | strangers, MIXTURE)
+    assert merge(source, tmp_path / "out") != 0
+    told = capsys.readouterr().err
+    assert all(name in told for name in strangers)
+    assert not (tmp_path / "out").exists()
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nrename = "vision_model.{rest}"\nto = "tower.{rest}"\n')
+    assert merge(source, tmp_path / "renamed", "--rules", str(rules)) == 0
+    assert {n for n in tensors_of(tmp_path / "renamed") if n.startswith("tower.")} == {
+        name.replace("vision_model", "tower") for name in strangers
+    }
+
+
 def lora_tensors() -> dict[str, torch.Tensor]:
     """A Llama whose q_proj is adapted, rank 8, in peft's names."""
     at = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -177,6 +235,25 @@ def test_case_114_folded_or_kept_and_no_prefix_is_left(tmp_path: Path) -> None:
     assert merge(source, tmp_path / "both", "--lora-alpha", "16", "--lora", "both") == 0
     assert torch.equal(tensors_of(tmp_path / "both")[Q], found[Q])
     assert (tmp_path / "both" / "lora_adapter" / "adapter_config.json").is_file()
+
+
+def test_case_114_two_ranks_fold_to_what_one_holds(tmp_path: Path) -> None:
+    """World size 2: the rows of W, A and B stand in two files, A's cut through the rank."""
+    tensors = lora_tensors()
+    config = llama_config(torch_dtype="float32")
+    one = checkpoint(tmp_path / "one", tensors, config)
+    two = write_ranks(
+        tmp_path / "two",
+        [2],
+        {name: Spread(tensor, (Shard(0),)) for name, tensor in tensors.items()},
+        config=config,
+    )
+    for out, source in (("of_one", one), ("of_two", two)):
+        assert merge(source, tmp_path / out, "--lora-alpha", "16", "--lora", "both") == 0
+    assert same(tensors_of(tmp_path / "of_two"), tensors_of(tmp_path / "of_one"))
+    kept = [load_file(tmp_path / out / "lora_adapter" / "adapter_model.safetensors") for out in ("of_one", "of_two")]
+    assert len(kept[0]) == 2
+    assert same(*kept)
 
 
 def test_case_116_a_doubled_prefix_is_taken_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

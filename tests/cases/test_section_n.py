@@ -33,8 +33,11 @@ def test_case_159_one_step_of_one_element_fails_with_name_and_index(
     assert difference["first"] == [3, 5]
     assert difference["max_abs"] > 0
     assert cli.run(["verify", str(changed), "--against", str(source), "--rtol", "0.02"]) == 0
+    capsys.readouterr()
     assert cli.run(["verify", str(changed), "--against", str(source)]) == 3
-    assert Q in capsys.readouterr().out
+    told_in_words = capsys.readouterr().out
+    assert Q in told_in_words
+    assert "[3, 5]" in told_in_words
 
 
 def test_case_159_a_declared_cast_is_compared_exactly(tmp_path: Path) -> None:
@@ -115,3 +118,36 @@ def test_case_166_only_the_model_of_a_dcp_is_taken(tmp_path: Path, nested: str) 
     found = tensors_of(tmp_path / "out")
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_case_166_bytes_of_other_parts_are_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What torch itself writes: nested parts, numbers and texts as BYTE_IO entries."""
+    from torch.distributed import checkpoint as dcp
+
+    tensors = llama()
+    state = {
+        "model": tensors,
+        "optim": {"state": {name: {"exp_avg": torch.zeros_like(t)} for name, t in tensors.items()}, "lr": 1e-4},
+        "dataloader": {"epoch": 3, "state": b"bytes", "worker": "words"},
+        "train_step": 7,
+    }
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state, checkpoint_id=str(tmp_path / "ckpt"), no_dist=True)
+    base = model_folder(tmp_path / "base", tensors, llama_config())
+    assert merge(tmp_path / "ckpt", tmp_path / "out", "--base-model", str(base), "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    found = tensors_of(tmp_path / "out")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert sum(told["ignored"].values()) == len(tensors) + 5
+
+
+def test_case_161_a_missing_tokenizer_is_told_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = checkpoint(tmp_path / "bare", llama(), llama_config())
+    whole = checkpoint(tmp_path / "whole", llama(), llama_config(), {"tokenizer.json": "{}"})
+    for source, wanted in ((bare, True), (whole, False)):
+        assert cli.run(["plan", str(source), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert any("no tokenizer" in text for text in [*told["warnings"], *told["notes"]]) is wanted

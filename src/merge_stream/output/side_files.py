@@ -125,6 +125,8 @@ def plan_side_files(checkpoint: Sequence[Mapping[str, FileEntry]], base: Mapping
         taken = [name for name in chosen if name not in before]
         if checkpoint and before and taken:
             notes.append(f"the checkpoint's folder lacks {', '.join(taken)}: taken from the base model")
+    if not any(_VOCABULARY.fullmatch(name) for name in chosen):
+        notes.append("there is no tokenizer beside the checkpoint: --base-model gives the one of the original model")
     return SidePlan(tuple(chosen.values()), tuple(quantization.values()), tuple(notes))
 
 
