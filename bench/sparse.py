@@ -18,14 +18,22 @@ import json
 import multiprocessing
 import os
 import pathlib
+import struct
 import sys
 import time
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from bench.shapes import PLANNED, Model, planned_model
 from bench.synthetic import as_rank
 
-__all__ = ["make_sparse_ranks"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["make_sparse_megatron", "make_sparse_ranks"]
+
+_TP, _PP, _EP = 8, 16, 32
 
 
 def make_sparse_ranks(
@@ -73,6 +81,143 @@ def _write_ranks(folder: str, shape: str, layers: int | None, ranks: int, mine: 
                     state[name] = DTensor(local, spec, requires_grad=False)
                 with torch.serialization.skip_data(materialize_fake_tensors=True):
                     torch.save(state, f"{folder}/model_world_size_{ranks}_rank_{rank}.pt")
+
+
+def make_sparse_megatron(folder: pathlib.Path, *, layers: int = 61) -> int:
+    """A `torch_dist` folder of DeepSeek-V3 with TP 8, PP 16, EP 32, and its config.json in `folder`/hf; the chunks.
+
+    Keys, axes and chunks are those of megatron-core 0.19 (tests/data/megatron): one key for each layer, experts
+    stacked in one tensor of which each rank writes its own, gate and up apart.
+    """
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    place = folder / "ckpt" / "iter_0000100"
+    place.mkdir(parents=True)
+    ends: dict[tuple[tuple[int, ...], torch.dtype], tuple[bytes, int, bytes]] = {}
+    sizes: dict[str, int] = {}
+    entries: dict[str, TensorStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for key, shape, dtype, pieces in _megatron_tensors(layers):
+        listed = []
+        for number, (offset, size, rank) in enumerate(pieces):
+            if (size, dtype) not in ends:
+                ends[size, dtype] = _around(folder, size, dtype)
+            head, nbytes, tail = ends[size, dtype]
+            name = f"__{rank}_0.distcp"
+            at, length = sizes.get(name, 0), len(head) + nbytes + len(tail)
+            with (place / name).open("r+b" if at else "wb") as file:
+                os.pwrite(file.fileno(), head, at)
+                os.pwrite(file.fileno(), tail, at + len(head) + nbytes)
+            sizes[name] = at + length
+            listed.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+            stored[MetadataIndex(key, torch.Size(offset), number)] = _StorageInfo(name, at, length)
+        entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), listed)
+    with (place / ".metadata").open("wb") as file:
+        pickle.dump(Metadata(entries, {}, stored), file)
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / "ckpt" / "latest_checkpointed_iteration.txt").write_text("100")
+    (folder / "hf").mkdir()
+    config = planned_model("deepseek-v3", layers=layers).config
+    (folder / "hf" / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2) + "\n")
+    return len(stored)
+
+
+def _around(folder: pathlib.Path, size: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, int, bytes]:
+    """What torch.save writes before and after the bytes of such a tensor, and how many these are."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    path = folder / "archive"
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(torch.empty(size, dtype=dtype), path)
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        info = archive.getinfo("archive/data/0")
+        file.seek(info.header_offset + 26)
+        start = info.header_offset + 30 + sum(struct.unpack("<2H", file.read(4)))
+        file.seek(0)
+        head = file.read(start)
+        file.seek(start + info.file_size)
+        tail = file.read()
+    path.unlink()
+    return head, info.file_size, tail
+
+
+_Piece = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Offset, size, rank that writes it."""
+
+
+def _megatron_tensors(layers: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, list[_Piece]]]:
+    """(key, shape, type, pieces) of all tensors."""
+    import torch
+
+    h, heads, experts, inner, dense, vocab = 7168, 128, 256, 2048, 3, 129_280
+    bf16 = torch.bfloat16
+
+    def split(shape: tuple[int, ...], stage: int, dim: int | None, halves: int = 1) -> list[_Piece]:
+        """By tensor parallelism along `dim`; each rank has a piece of each half (gate and up)."""
+        if dim is None:
+            return [((0,) * len(shape), shape, stage * _EP)]
+        step = shape[dim] // (_TP * halves)
+        pieces = []
+        for k in range(_TP * halves):
+            offset = tuple(k * step if d == dim else 0 for d in range(len(shape)))
+            pieces.append((offset, tuple(step if d == dim else n for d, n in enumerate(shape)), stage * _EP + k % _TP))
+        return pieces
+
+    def of_experts(shape: tuple[int, ...], stage: int, halves: int) -> list[_Piece]:
+        step = shape[1] // halves
+        return [
+            ((e, k * step, 0), (1, step, shape[2]), stage * _EP + e * _EP // experts)
+            for e in range(experts)
+            for k in range(halves)
+        ]
+
+    yield "embedding.word_embeddings.weight", (vocab, h), bf16, split((vocab, h), 0, 0)
+    for i in range(layers):
+        stage, p = i * _PP // layers, f"decoder.layers.{i}."
+        attention = f"{p}self_attention."
+        tables: list[tuple[str, tuple[int, ...], int | None, int]] = [
+            (f"{p}input_layernorm.weight", (h,), None, 1),
+            (f"{attention}linear_proj.weight", (h, heads * 128), 1, 1),
+            (f"{attention}linear_q_down_proj.weight", (1536, h), None, 1),
+            (f"{attention}linear_q_up_proj.weight", (heads * 192, 1536), 0, 1),
+            (f"{attention}linear_q_up_proj.layer_norm_weight", (1536,), None, 1),
+            (f"{attention}linear_kv_down_proj.weight", (576, h), None, 1),
+            (f"{attention}linear_kv_up_proj.weight", (heads * 256, 512), 0, 1),
+            (f"{attention}linear_kv_up_proj.layer_norm_weight", (512,), None, 1),
+        ]
+        if i < dense:
+            tables += [
+                (f"{p}mlp.linear_fc1.weight", (2 * 18_432, h), 0, 2),
+                (f"{p}mlp.linear_fc1.layer_norm_weight", (h,), None, 1),
+                (f"{p}mlp.linear_fc2.weight", (h, 18_432), 1, 1),
+            ]
+        else:
+            tables += [
+                (f"{p}pre_mlp_layernorm.weight", (h,), None, 1),
+                (f"{p}mlp.router.weight", (experts, h), None, 1),
+                (f"{p}mlp.shared_experts.linear_fc1.weight", (2 * inner, h), 0, 2),
+                (f"{p}mlp.shared_experts.linear_fc2.weight", (h, inner), 1, 1),
+            ]
+            bias = f"{p}mlp.router.expert_bias"
+            yield bias, (experts,), torch.float32, split((experts,), stage, None)
+            for name, shape, halves in (("fc1", (experts, 2 * inner, h), 2), ("fc2", (experts, h, inner), 1)):
+                key = f"{p}mlp.experts.experts.linear_{name}.weight"
+                yield key, shape, bf16, of_experts(shape, stage, halves)
+        for key, size, dim, halves in tables:
+            yield key, size, bf16, split(size, stage, dim, halves)
+    yield "decoder.final_layernorm.weight", (h,), bf16, split((h,), _PP - 1, None)
+    yield "output_layer.weight", (vocab, h), bf16, split((vocab, h), _PP - 1, 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

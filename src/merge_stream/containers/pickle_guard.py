@@ -215,7 +215,10 @@ def _scan(source: PickleSource, start: int, where: str) -> int:
                 del stack[marks.pop() :]
                 i += 1
             elif op == 0x94:  # MEMOIZE
-                extra.store(memo, len(memo) - extra.gaps, stack[-1], i - start)
+                if extra.gaps:
+                    extra.store(memo, len(memo) - extra.gaps, stack[-1], i - start)
+                else:
+                    remember(stack[-1])
                 i += 1
             elif op == 0x93:  # STACK_GLOBAL
                 pop()

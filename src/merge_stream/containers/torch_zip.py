@@ -65,7 +65,7 @@ class RawDirectory(NamedTuple):
 
     at: int
     data: bytes
-    count: int
+    records: int
 
 
 class _Entry(NamedTuple):
@@ -135,7 +135,7 @@ def entry_places(raw: RawDirectory) -> EntryPlaces:
     sums: dict[str, int] = {}
     texts: list[int] = []
     position = root = 0
-    for k in range(raw.count):
+    for k in range(raw.records):
         lengths = _LENGTHS.unpack_from(raw.data, position + 28)
         text = position + _CENTRAL.size
         name = raw.data[text : text + lengths[0]]

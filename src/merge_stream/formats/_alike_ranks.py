@@ -173,7 +173,7 @@ class AlikeRanks:
         self._kinds.insert(0, kind)
 
     def _is_alike(self, kind: _Kind, rank: int, name: str, directory: RawDirectory) -> bool:
-        if (directory.at, directory.count) != (kind.directory.at, kind.directory.count):
+        if (directory.at, directory.records) != (kind.directory.at, kind.directory.records):
             return False
         if len(directory.data) != len(kind.directory.data):
             return False
@@ -375,13 +375,11 @@ def _paired(theirs: Any, ours: Any) -> dict[int, Any] | None:  # noqa: ANN401 - 
                 todo.append((a.state, b.state, True))
             elif a.dotted != _DEVICE or len(a.args) != len(b.args):
                 todo += [(a.args, b.args, free), (a.state, b.state, free), (a.items, b.items, free)]
-        elif isinstance(a, (dict, list, tuple)) and type(a) is type(b) and len(a) == len(b):
-            if isinstance(a, dict):
-                todo += [
-                    (x, y, free) for pair in zip(a.items(), b.items(), strict=True) for x, y in zip(*pair, strict=True)
-                ]
-            else:
-                todo += [(x, y, free) for x, y in zip(a, b, strict=True)]
+        elif isinstance(a, dict) and type(a) is type(b) and len(a) == len(b):
+            todo += [(x, y, free) for x, y in zip(a, b, strict=True)]
+            todo += [(x, y, free) for x, y in zip(a.values(), b.values(), strict=True)]
+        elif isinstance(a, (list, tuple)) and type(a) is type(b) and len(a) == len(b):
+            todo += [(x, y, free) for x, y in zip(a, b, strict=True)]
         elif not (_equal(a, b) or (free and type(a) is type(b) and type(a) in _PLAIN)):
             return None
     return None

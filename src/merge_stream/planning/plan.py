@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -163,7 +164,7 @@ class ParameterPlan:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return Box.whole(self.shape).size
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +174,7 @@ class ParameterPlan:
     @property
     def elements(self) -> int:
         """Number of elements of the model that it holds: packed codes hold several each, scales none."""
-        return 0 if self.part_of is not None else Box.whole(self.source.view).size
+        return 0 if self.part_of is not None else math.prod(self.source.view)
 
     @property
     def source_nbytes(self) -> int:
