@@ -62,6 +62,16 @@ def test_case_130_processors_and_templates_are_copied(
     assert set(json.loads(capsys.readouterr().out)["side_files"]) == {*given, "config.json", "README.md"}
 
 
+def test_case_130_a_processor_that_is_nowhere_is_told_before_the_merge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = llama_config(vision_config={"model_type": "x"}, model_type="llama")
+    for name, files, wanted in (("bare", {}, True), ("whole", {"preprocessor_config.json": "{}"}, False)):
+        assert cli.run(["plan", str(checkpoint(tmp_path / name, llama(), config, files)), "--json"]) == 0
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert any("no preprocessor_config.json" in note for note in notes) is wanted
+
+
 def test_case_131_code_is_copied_and_never_run(tmp_path: Path) -> None:
     config = llama_config(auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "configuration_x.C"})
     source = checkpoint(tmp_path / "ckpt", llama(), config, CODE)

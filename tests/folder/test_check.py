@@ -248,6 +248,30 @@ def test_an_adapter_needs_its_alpha(tmp_path: Path) -> None:
     assert rules(tmp_path / "m") == {"adapter-only"}
 
 
+def test_the_shards_of_a_trainer_are_no_model(tmp_path: Path) -> None:
+    """Also where verl has put an adapter beside them."""
+    path = checkpoint(tmp_path / "actor", llama())
+    (path / "lora_adapter").mkdir()
+    save_file({"base_model.model.a.lora_A.weight": torch.zeros(2, 2)}, path / "lora_adapter/adapter_model.safetensors")
+    (path / "lora_adapter/adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    assert rules(path, "error") == {"no-weights"}
+    found = check_folder(path).findings
+    assert "model_world_size_1_rank_0.pt" in found[0].text
+    assert "merge-stream CKPT OUT" in found[0].hint
+
+
+def test_an_adapters_own_folder_is_checked_as_one(tmp_path: Path) -> None:
+    save_file({"base_model.model.a.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    assert rules(tmp_path) == {"adapter-only"}
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 0}')
+    assert rules(tmp_path, "error") == {"adapter-alpha"}
+    (tmp_path / "adapter_config.json").unlink()
+    assert rules(tmp_path, "error") == {"adapter-config"}
+    model_folder(tmp_path, llama(), llama_config())  # beside a model the file is a stray
+    assert "stale-files" in rules(tmp_path, "error")
+
+
 # ------------------------------------------------------------------------------------------------ config
 
 

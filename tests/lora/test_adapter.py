@@ -202,6 +202,22 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], told:
         merge(ckpt, tmp_path / "out")
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_kept_adapter_whose_settings_leave_factors_out_is_refused(tmp_path: pathlib.Path, *, alone: bool) -> None:
+    """Peft makes layers for the modules that `target_modules` names, and has no place for other factors."""
+    made = golden("vanilla")
+    modules = sorted({n.split(".lora_")[0].rpartition(".")[2] for n in made.adapter if ".lora_A" in n})
+    few = dataclasses.replace(made, settings={**made.settings, "target_modules": modules[:1]})
+    source = (write_adapter if alone else write_state)(tmp_path / "few", few)
+    with pytest.raises(CheckpointError, match=f"targets {modules[0]}, and .*{modules[1]} has LoRA factors"):
+        merge(source, tmp_path / "out", MergeOptions(lora=LoraChoice("keep"), layout="as-is"))
+    assert not (tmp_path / "out").exists()
+    for given in (modules, "all-linear", ".*_proj", [f"x.{modules[0]}", *modules]):
+        made = dataclasses.replace(made, settings={**made.settings, "target_modules": given})
+        source = (write_adapter if alone else write_state)(tmp_path / f"all{len(str(given))}", made)
+        merge(source, tmp_path / f"out{len(str(given))}", MergeOptions(lora=LoraChoice("keep"), layout="as-is"))
+
+
 def test_case_113_alpha_zero_is_never_believed(tmp_path: pathlib.Path) -> None:
     made = golden("vanilla")
     ckpt = write_state(tmp_path / "ckpt", changed(made, lora_alpha=0))

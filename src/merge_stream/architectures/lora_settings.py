@@ -81,6 +81,8 @@ class LoraSettings:
     peft_version: tuple[int, int] | None = None
     config: bytes | None = None
     task_type: str | None = None
+    target_modules: tuple[str, ...] | None = None
+    """The list of names; None when the file has none, or an expression (or "all-linear") instead."""
 
     def rank_of(self, module: str) -> int | None:
         """The rank that the settings say, None when they say nothing."""
@@ -96,6 +98,12 @@ class LoraSettings:
     def targets(self, parameter: str) -> bool:
         """True when `target_parameters` names this tensor."""
         return any(parameter == t or parameter.endswith(f".{t}") for t in self.target_parameters)
+
+    def leaves_out(self, module: str) -> bool:
+        """True when peft, asked to load factors of this module, would not know it (`check_target_module_exists`)."""
+        holders = [t.rpartition(".")[0] for t in self.target_parameters]
+        named = (*self.target_modules, *holders) if self.target_modules is not None else None
+        return named is not None and not any(module == name or module.endswith(f".{name}") for name in named)
 
     @property
     def changes_base(self) -> bool:
@@ -265,7 +273,7 @@ def _checked(name: str, value: Mapping[str, Any], config: bytes | None) -> LoraS
     rank, patterns = value.get("r"), [value.get(key) or {} for key in ("rank_pattern", "alpha_pattern")]
     for pattern in (key for mapping in patterns for key in mapping):
         _compiled(pattern)
-    alpha = value.get("lora_alpha")
+    alpha, modules = value.get("lora_alpha"), value.get("target_modules")
     version = re.match(r"(\d+)\.(\d+)", str(value.get("peft_version") or ""))
     return LoraSettings(
         alpha=_number(alpha) if alpha is not None else 0.0,
@@ -281,6 +289,7 @@ def _checked(name: str, value: Mapping[str, Any], config: bytes | None) -> LoraS
         peft_version=(int(version[1]), int(version[2])) if version else None,
         config=config,
         task_type=value.get("task_type"),
+        target_modules=tuple(map(str, modules)) if isinstance(modules, list) else None,
     )
 
 
@@ -299,11 +308,20 @@ def adapter_config(
     """`adapter_config.json` for a kept adapter: the trainer's own bytes, else one made from what is known.
 
     `saved` are modules that were trained whole, `modules` those of the model that could be
-    meant by a short name (none: unknown).
+    meant by a short name (none: unknown). CheckpointError when the trainer's own file does not target a module that
+    has factors: peft would load the others alone.
     """
-    if settings.config is not None:
-        return settings.config
     adapted = tuple(adapted)
+    if settings.config is not None:
+        lost = [a.module.module for a in adapted if a.parameter is None and settings.leaves_out(a.module.module)]
+        if lost:
+            said = ", ".join(settings.target_modules or ())
+            msg = f"{settings.origin} targets {said or 'nothing'}, and {lost[0]} has LoRA factors"
+            msg += f" ({len(lost)} of {len(adapted)} modules): peft would leave them out"
+            raise CheckpointError(
+                msg, hint="the file belongs to another run: correct it, or remove it and give --lora-alpha"
+            )
+        return settings.config
     layers = {a.module.module: a.rank for a in adapted if a.parameter is None}
     parameters = {a.module.module: a.rank for a in adapted if a.parameter is not None}
     ranks = {**parameters, **layers}

@@ -32,6 +32,7 @@ from merge_stream.units import counted
 __all__ = ["ModelFolder", "find_model_folder"]
 
 _CONFIG = "config.json"
+_PROCESSORS = frozenset({"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"})
 _CONFIG_LIMIT = 50_000_000
 _INDEX_LIMIT = 500_000_000
 
@@ -109,6 +110,7 @@ def find_model_folder(
         side_files = plan_side_files(own, base_listing if base_folder and not same else None)
         if base_folder and with_config and not same:
             notes.append("config and side files are the checkpoint's own; --base-model gives names, and what it lacks")
+        notes += _processor_remark(config or {}, side_files)
     info = ModelInfo(config, config_path, base_tensors)
     readme = base_listing["README.md"].path if "README.md" in base_listing else ""
     origin = "checkpoint" if config_folder in listings else "base model"
@@ -153,6 +155,17 @@ def _base(base_model: str | None) -> _Base:
             msg, hint="pass the folder of the model itself; in a Hub cache that is snapshots/REVISION"
         )
     return _Base(folder, listing, name=hub_id_of(folder))
+
+
+def _processor_remark(config: Mapping[str, Any], side_files: SidePlan) -> list[str]:
+    """A model that sees or hears needs a processor's settings, which trainers often leave behind."""
+    if not any(isinstance(config.get(key), dict) for key in ("vision_config", "audio_config")):
+        return []
+    if any(file.name in _PROCESSORS for file in side_files.files):
+        return []
+    return [
+        "there is no preprocessor_config.json beside the checkpoint: --base-model gives the one of the original model"
+    ]
 
 
 def _refuse_without_config(config_dirs: Sequence[str], base_folder: str) -> None:

@@ -23,7 +23,7 @@ from merge_stream.output.side_files import list_folder
 from merge_stream.storage.local import LocalTree
 from merge_stream.verification.check_beside import check_beside
 from merge_stream.verification.check_config import check_config
-from merge_stream.verification.check_files import check_adapter, check_files
+from merge_stream.verification.check_files import check_adapter, check_files, is_adapter
 from merge_stream.verification.check_names import check_names
 from merge_stream.verification.check_quantized import check_quantized
 from merge_stream.verification.finding import Checked, CheckedFolder, Finding
@@ -50,6 +50,10 @@ def check_folder(out: str | os.PathLike[str]) -> Checked:
         msg = f"{path} is {kind}"
         raise UnknownFormatError(msg, hint="pass the folder of the model; in a Hub cache that is snapshots/REVISION")
     folder = _listed(path)
+    if is_adapter(folder):
+        text = "the folder is an adapter, and no model: peft and vLLM load it beside the model it belongs to"
+        findings = [Finding("note", "files", "adapter-only", "all", text), *check_adapter(folder, "")]
+        return Checked(path, tuple(sorted(findings, key=lambda f: _ORDER[f.severity])), files=1)
     findings = list(check_files(folder))
     if folder.tensors or "config.json" in folder.tree.files:
         for part in _PARTS:

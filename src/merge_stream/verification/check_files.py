@@ -12,8 +12,9 @@ from merge_stream.errors import MergeStreamError
 from merge_stream.output.index import INDEX_NAME
 from merge_stream.verification.finding import CheckedFolder, Finding, listed, some
 
-__all__ = ["check_adapter", "check_files"]
+__all__ = ["check_adapter", "check_files", "is_adapter"]
 
+ADAPTER = "adapter_model.safetensors"
 _ALL = "all"
 _NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _OTHER_WEIGHTS = re.compile(r".*\.(bin|pt|pth|gguf|h5|msgpack|onnx|ckpt|distcp)|.*\.bin\.index\.json", re.IGNORECASE)
@@ -48,19 +49,29 @@ def check_files(folder: CheckedFolder) -> Iterator[Finding]:
     yield from _modes(folder)
 
 
-def check_adapter(folder: CheckedFolder) -> Iterator[Finding]:
-    """Findings about `lora_adapter/`, where there is one."""
-    files = [name for name in folder.tree.files if name.startswith("lora_adapter/")]
+def is_adapter(folder: CheckedFolder) -> bool:
+    """Whether the folder itself is what peft writes: an adapter, and no model around it."""
+    names = set(folder.names)
+    return (
+        ADAPTER in names
+        and "config.json" not in names
+        and not any(name.endswith(".safetensors") and name != ADAPTER for name in names)
+    )
+
+
+def check_adapter(folder: CheckedFolder, at: str = "lora_adapter/") -> Iterator[Finding]:
+    """Findings about the adapter in the sub-folder `at`, where there is one; "" is the folder itself."""
+    files = [name for name in folder.tree.files if name.startswith(at)]
     if not files:
         return
-    config = folder.json("lora_adapter/adapter_config.json")
+    config = folder.json(f"{at}adapter_config.json")
     if not isinstance(config, dict):
-        text = config or "lora_adapter/adapter_config.json is not there"
+        text = config or f"{at}adapter_config.json is not there"
         yield Finding("error", "adapter", "adapter-config", "peft, vLLM", text)
     elif not config.get("lora_alpha"):
-        text = f"lora_adapter says lora_alpha {config.get('lora_alpha')}: the adapter has no effect"
+        text = f"{at}adapter_config.json says lora_alpha {config.get('lora_alpha')}: the adapter has no effect"
         yield Finding("error", "adapter", "adapter-alpha", "peft, vLLM", text, "write it again with --lora-alpha N")
-    name = "lora_adapter/adapter_model.safetensors"
+    name = f"{at}{ADAPTER}"
     if name not in folder.tree.files:
         yield Finding("error", "adapter", "adapter-weights", "peft, vLLM", f"{name} is not there")
         return
@@ -76,7 +87,7 @@ def _links_and_strays(folder: CheckedFolder) -> Iterator[Finding]:
             "error", "files", "link", _ALL, f"{name} is a link that leads nowhere", "download the snapshot again"
         )
     other = [name for name in folder.names if _OTHER_WEIGHTS.fullmatch(name)]
-    if other:
+    if other and any(name.endswith(".safetensors") for name in folder.names):
         text = f"other weights stand beside the model: {listed(other)}; a loader that prefers them takes old values"
         yield Finding("warning", "files", "other-weights", "llama.cpp, TGI, tools", text, "move them out")
     unfinished = [name for name in (*folder.names, *folder.folders) if _UNFINISHED.fullmatch(name)]
@@ -110,12 +121,14 @@ def _model_files(
     plain = [name for name in names if name == "model.safetensors" or _NUMBERED.fullmatch(name)]
     if not plain:
         has_adapter = any(name.startswith("lora_adapter/") for name in folder.tree.files)
-        if has_adapter and not names:
+        others = [name for name in folder.names if _OTHER_WEIGHTS.fullmatch(name)]
+        if has_adapter and not names and not others:
             yield Finding("note", "files", "adapter-only", _ALL, "the folder holds an adapter and no model")
         else:
-            kind = f"; it has {listed(names)}" if names else ""
+            kind = f"; it has {listed([*names, *others])}" if names or others else ""
             text = f"there is no model.safetensors and no {INDEX_NAME}{kind}"
-            yield Finding("error", "files", "no-weights", "transformers, vLLM, SGLang, TGI", text)
+            hint = "of a checkpoint, `merge-stream CKPT OUT` makes a model" if others else ""
+            yield Finding("error", "files", "no-weights", "transformers, vLLM, SGLang, TGI", text, hint)
         return names
     numbered = [match for name in plain if (match := _NUMBERED.fullmatch(name))]
     for count in sorted({int(match[2]) for match in numbered}):
