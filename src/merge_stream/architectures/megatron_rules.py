@@ -16,7 +16,19 @@ from merge_stream.errors import CheckpointError, UnsupportedError
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import Parameter, Take, identity
 
-__all__ = ["Copies", "ExpertHalves", "Halves", "Heads", "QkvConcat", "QkvGroups", "TurnedNorm", "heads_of"]
+__all__ = [
+    "Copies",
+    "DeltaNet",
+    "ExpertHalves",
+    "Halves",
+    "HeadNorm",
+    "Heads",
+    "InterleavedExperts",
+    "QkvConcat",
+    "QkvGroups",
+    "SwappedColumns",
+    "heads_of",
+]
 
 Ints = tuple[int, ...]
 Shapes = Mapping[str, Ints]
@@ -135,24 +147,129 @@ def _turned(to: str, source: str, shape: Ints, split: Ints, part: Ints) -> Param
 
 
 @dataclass(frozen=True, slots=True)
-class TurnedNorm:
-    """The norm of a head [width], whose rotary pairs are neighbours in Megatron and half a head apart elsewhere."""
+class HeadNorm:
+    """The norm of queries or keys, `heads` times `width` long: of one head, or over all of them.
+
+    `turned` as in `QkvGroups`: elements 0, 2, 4 ... of each head before 1, 3, 5 ...
+    """
+
+    pattern: str
+    to: str
+    heads: int
+    width: int
+    turned: bool = False
+
+    def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
+        """CheckpointError for another length: a tensor-parallel part, or another kind of norm."""
+        for name, shape in shapes.items():
+            match = pattern_of(self.pattern).fullmatch(name)
+            if match is None:
+                continue
+            if shape != (self.heads * self.width,):
+                told = f"{self.heads} x {self.width}" if self.heads > 1 else str(self.width)
+                msg = f"{name} is {list(shape)}, but this family's norm has {told} elements"
+                raise CheckpointError(msg, hint="a tensor-parallel part, or pass the --base-model that was trained")
+            to = filled(self.to, match.groupdict())
+            if not self.turned:
+                yield (name,), (identity(to, shape, name),)
+                continue
+            view, split = (self.heads, 2, self.width // 2), (self.heads, self.width // 2, 2)
+            take = Take(name, Box.whole(split), Box.whole(view), split=split, permute=(0, 2, 1))
+            yield (name,), (Parameter(to, shape, view, (take,)),)
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedColumns:
+    """[rows, 2n] whose two halves stand the other way round in the repository."""
 
     pattern: str
     to: str
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
-        """Elements 0, 2, 4 ... before 1, 3, 5 ..."""
+        """The second half before the first."""
         for name, shape in shapes.items():
             match = pattern_of(self.pattern).fullmatch(name)
             if match is None:
                 continue
-            if len(shape) != 1 or shape[0] % 2:
-                raise CheckpointError(f"{name} {list(shape)} has no pairs", hint="files of two saves are mixed")
-            view = (2, shape[0] // 2)
-            box = Box((0, 0), (view[1], 2))
-            take = Take(name, box, Box.whole(view), split=(view[1], 2), permute=(1, 0))
-            yield (name,), (Parameter(filled(self.to, match.groupdict()), shape, view, (take,)),)
+            if len(shape) != 2 or shape[1] % 2:
+                raise CheckpointError(f"{name} {list(shape)} has no two halves", hint="files of two saves are mixed")
+            rows, half = shape[0], shape[1] // 2
+            left, right = Box((0, 0), (rows, half)), Box((0, half), (rows, 2 * half))
+            takes = (Take(name, left, right), Take(name, right, left))
+            yield (name,), (Parameter(filled(self.to, match.groupdict()), shape, shape, takes),)
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedExperts:
+    """[E, 2F, h] (or biases [E, 2F]) of gates, then ups -> [E, h, 2F] (or [E, 2F]) of a gate, an up, a gate ..."""
+
+    pattern: str
+    to: str
+
+    def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
+        """The hidden size comes first, too."""
+        for name, shape in shapes.items():
+            match = pattern_of(self.pattern).fullmatch(name)
+            if match is None:
+                continue
+            if len(shape) < 2 or shape[1] % 2:
+                raise CheckpointError(f"{name} {list(shape)} is no stack of two halves", hint="files are mixed")
+            experts, half, rest = shape[0], shape[1] // 2, shape[2:]
+            none = (0,) * len(rest)
+            takes = []
+            for part in (0, 1):
+                box = Box((0, 0, part * half, *none), (experts, 1, (part + 1) * half, *rest))
+                place = Box((0, *none, 0, part), (experts, *rest, half, part + 1))
+                permute = (0, *range(3, 3 + len(rest)), 2, 1)
+                takes.append(Take(name, box, place, split=(experts, 1), permute=permute))
+            to = filled(self.to, match.groupdict())
+            yield (name,), (Parameter(to, (experts, *rest, 2 * half), (experts, *rest, half, 2), tuple(takes)),)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """in_proj of a gated delta net: rows of queries, keys, values, gates z, then beta and alpha, head after head each.
+
+    in_proj_qkvz   for each key head its query, its key, its values, its z
+    in_proj_ba     for each key head its beta, its alpha
+    """
+
+    pattern: str
+    qkvz: str
+    ba: str
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+    def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
+        """Two parameters."""
+        share = self.value_heads // self.key_heads
+        wide = (self.key_width, self.key_width, share * self.value_width, share * self.value_width)
+        for name, shape in shapes.items():
+            match = pattern_of(self.pattern).fullmatch(name)
+            if match is None:
+                continue
+            needed = self.key_heads * (sum(wide) + 2 * share)
+            if len(shape) != 2 or shape[0] != needed:
+                told = f"{self.key_heads} x {self.key_width} and {self.value_heads} x {self.value_width}"
+                msg = f"{name} is {list(shape)}, the config's heads ({told}) need {needed} rows"
+                raise CheckpointError(msg, hint="config.json belongs to another model: pass the right --base-model")
+            holes = match.groupdict()
+            first = self._by_head(filled(self.qkvz, holes), name, shape[1], wide, 0)
+            second = self._by_head(filled(self.ba, holes), name, shape[1], (share, share), self.key_heads * sum(wide))
+            yield (name,), (first, second)
+
+    def _by_head(self, to: str, source: str, columns: int, sections: Ints, start: int) -> Parameter:
+        takes, at = [], 0
+        for head in range(self.key_heads):
+            begin = start
+            for rows in sections:
+                low = begin + head * rows
+                takes.append(Take(source, Box((low, 0), (low + rows, columns)), Box((at, 0), (at + rows, columns))))
+                begin += self.key_heads * rows
+                at += rows
+        return Parameter(to, (at, columns), (at, columns), tuple(takes))
 
 
 @dataclass(frozen=True, slots=True)

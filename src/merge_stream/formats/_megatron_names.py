@@ -6,6 +6,7 @@
     mlp.experts.linear_fc1.weight7, local_experts.7.linear_fc1  an expert                the same
     mlp.linear_fc1.weight_w, weight_v                           gate and up              mlp.linear_fc1.weight
     self_attention.linear_qkv.layer_norm_weight                 norm fused with linear   input_layernorm.weight
+    self_attention.in_proj.weight.query, .key, ...              a delta net's parts      self_attention.in_proj.weight
     mtp.layers.0.mtp_model_layer                                in memory since 0.17     mtp.layers.0.transformer_layer
     decoder.layers.0 attention, decoder.layers.1 mlp            HybridModel              decoder.layers.0
     module., model., model.module., model0.                     wrappers                 nothing
@@ -27,7 +28,7 @@ from merge_stream.tensors.tables import deeper, moved, rows_of, stacked
 __all__ = ["Canonical", "canonical", "is_megatron_name", "noise_of"]
 
 _PREFIX = re.compile(
-    r"(?:model\d*\.|module\.)+(?=(?:module\.)*(?:embedding|decoder|output_layer|mtp|language_model|vision_model)\b)"
+    r"\A(?:model\d*\.|module\.)+(?=(?:module\.)*(?:embedding|decoder|output_layer|mtp|language_model|vision_model)\b)"
 )
 _STACKED = re.compile(r"((?:language_model\.|vision_model\.)?decoder\.layers)\.(?!\d)(.+)")
 _EXPERT = re.compile(
@@ -37,6 +38,7 @@ _EXPERT = re.compile(
 _HALF = re.compile(r"(?P<whole>.+\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])")
 _NORMS = (
     (re.compile(r"(.+)\.self_attention\.linear_qkv\.layer_norm_(weight|bias)"), r"\1.input_layernorm.\2"),
+    (re.compile(r"(.+)\.self_attention\.in_proj\.layer_norm_(weight|bias)"), r"\1.input_layernorm.\2"),
     (re.compile(r"(.+)\.mlp\.linear_fc1\.layer_norm_(weight|bias)"), r"\1.pre_mlp_layernorm.\2"),
     (
         re.compile(r"(.+)\.self_attention\.linear_q_up_proj\.layer_norm_(weight|bias)"),
@@ -47,9 +49,11 @@ _NORMS = (
         r"\1.self_attention.kv_layernorm.\2",
     ),
     (re.compile(r"(.+)\.mlp\.experts\.experts\.(linear_fc[12]\..+)"), r"\1.mlp.experts.\2"),
-    (re.compile(r"(mtp\.layers\.\d+)\.mtp_model_layer\.(.+)"), r"\1.transformer_layer.\2"),
     (re.compile(r"(.*decoder)\.final_norm\.(weight|bias)"), r"\1.final_layernorm.\2"),
 )
+_MTP = re.compile(r"(mtp\.layers\.\d+)\.mtp_model_layer\.(.+)")
+_SECTION = re.compile(r"(?P<whole>.+\.self_attention\.(?P<what>in_proj|conv1d)\.(?:weight|bias))\.(?P<part>[a-z]+)")
+_SECTIONS = {"in_proj": ("query", "key", "value", "z", "beta", "alpha"), "conv1d": ("query", "key", "value")}
 _NOISE = (
     (re.compile(r"(chained_\d+\.)?optimizer\..*|chained_\d+\..*"), "optimizer state"),
     (re.compile(r".*\._extra_state.*|.*_extra_state"), "extra state"),
@@ -94,7 +98,7 @@ def canonical(tensors: Mapping[str, TensorRef]) -> Canonical:
         short = short.removeprefix("module.")
         for key, one in _layers_of(short, tensor):
             plain[_once(plain, key)] = one
-    joined = _joined_experts(_joined_halves(plain))
+    joined = _joined_experts(_joined_halves(_joined_sections(plain)))
     renamed: dict[str, TensorRef] = {}
     for name, tensor in joined.items():
         renamed[_once(renamed, _plain_name(name))] = tensor
@@ -103,6 +107,7 @@ def canonical(tensors: Mapping[str, TensorRef]) -> Canonical:
 
 
 def _plain_name(name: str) -> str:
+    name = _MTP.sub(r"\1.transformer_layer.\2", name)
     for pattern, to in _NORMS:
         if pattern.fullmatch(name):
             return pattern.sub(to, name)
@@ -155,6 +160,30 @@ def _joined_halves(tensors: dict[str, TensorRef]) -> dict[str, TensorRef]:
             msg = f"{whole}_{'v' if 'w' in parts else 'w'} is missing, though {whole}_{min(parts)} is there"
             raise IncompleteShardsError(msg, hint=_MIXED)
         result[_once(result, whole)] = _below(whole, [parts["w"], parts["v"]])
+    return result
+
+
+def _joined_sections(tensors: dict[str, TensorRef]) -> dict[str, TensorRef]:
+    """Parts of a gated delta net's in_proj and conv1d, saved each for itself, become one tensor again, in order."""
+    found: dict[str, dict[str, TensorRef]] = {}
+    result: dict[str, TensorRef] = {}
+    orders: dict[str, tuple[str, ...]] = {}
+    for name, tensor in tensors.items():
+        match = _SECTION.fullmatch(name)
+        if match is None:
+            result[name] = tensor
+        else:
+            found.setdefault(match["whole"], {})[match["part"]] = tensor
+            orders[match["whole"]] = _SECTIONS[match["what"]]
+    for whole, parts in found.items():
+        order = orders[whole]
+        if lost := [part for part in order if part not in parts]:
+            msg = f"{whole}.{lost[0]} is missing, though {whole}.{next(iter(parts))} is there"
+            raise IncompleteShardsError(msg, hint=_MIXED)
+        if odd := [part for part in parts if part not in order]:
+            msg = f"{whole} has a part {odd[0]!r}, known are {', '.join(order)}"
+            raise UnsupportedError(msg, hint="a delta net of a kind that is not known here")
+        result[_once(result, whole)] = _below(whole, [parts[part] for part in order])
     return result
 
 

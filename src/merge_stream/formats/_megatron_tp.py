@@ -1,7 +1,8 @@
 """How Megatron cuts a parameter over tensor-parallel ranks: rules by name, checked by shape.
 
     rows         embedding, head, query-key-value, MLA's up projections, fc1 (its halves apart), eh_proj
-    columns      linear_proj.weight, linear_fc2.weight
+    columns      linear_proj.weight, linear_fc2.weight, out_proj.weight of a delta net
+    sections     in_proj and conv1d of a delta net, by the arguments
     whole        norms, router, biases of row-parallel layers, positions, value heads
     rows or whole  MLA's down projections: cut without Transformer Engine, whole with it; the rank's rows tell,
                  with q_lora_rank and kv_lora_rank of the arguments
@@ -27,14 +28,16 @@ __all__ = ["grouped_stack", "join_parts"]
 
 _ROWS = re.compile(
     r".*(word_embeddings\.weight|output_layer\.(weight|bias)|linear_qkv\.(weight|bias)|linear_(q|q_up|kv_up)_proj\.(weight|bias)"
-    r"|eh_proj\.weight|softmax_offset)"
+    r"|eh_proj\.weight|softmax_offset|A_log|dt_bias)"
 )
 _HALVES = re.compile(r".*linear_fc1\.(weight|bias)\d*")
-_COLUMNS = re.compile(r".*(linear_proj\.weight|linear_fc2\.weight\d*)")
+_COLUMNS = re.compile(r".*(linear_proj\.weight|linear_fc2\.weight\d*|self_attention\.out_proj\.weight)")
 _WHOLE = re.compile(
     r".*(norm[^.]*\.(weight|bias)|layer_norm_(weight|bias)|router\.(weight|bias|expert_bias)|gate_weight"
     r"|linear_proj\.bias|linear_fc2\.bias\d*|position_embeddings\.weight|post_layernorm\.(weight|bias))"
 )
+_HEAD_NORM = re.compile(r".*\.self_attention\.(?P<x>[qk])_layernorm\.(weight|bias)")
+_PACKED = re.compile(r".*\.self_attention\.(?P<what>in_proj|conv1d)\.(weight|bias)")
 _DOWN = re.compile(r".*linear_(?P<what>q|kv)_down_proj\.weight")
 _MIXED = "files of two saves are mixed"
 
@@ -49,6 +52,11 @@ def join_parts(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, An
             two = f"{first.dtype} {list(first.shape)} on rank 0, {part.dtype} {list(part.shape)} elsewhere"
             msg = f"{where}: {name} is {two}"
             raise CorruptCheckpointError(msg, hint=_MIXED)
+    if name.startswith("vision_model.") and ".linear_fc1." in name:
+        msg = f"{where}: whether {name} of {len(parts)} tensor-parallel ranks has a gate is not known"
+        raise UnsupportedError(
+            msg, hint="save a distributed checkpoint (--ckpt-format torch_dist), which tells by itself"
+        )
     if _HALVES.fullmatch(name):
         return _halves(name, parts) if _is_gated(name, parts, arguments) else _along(name, parts, 0, where)
     if name.endswith("output_layer.weight") and first.shape[0] == 1:
@@ -58,6 +66,10 @@ def join_parts(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, An
         return repeated or _along(name, parts, 0, where)
     if _COLUMNS.fullmatch(name):
         return _along(name, parts, 1, where)
+    if (match := _HEAD_NORM.fullmatch(name)) and _is_over_all_heads(match["x"], parts, arguments):
+        return _along(name, parts, 0, where)
+    if match := _PACKED.fullmatch(name):
+        return _sections(name, match["what"], parts, arguments, where)
     if _WHOLE.fullmatch(name):
         return _whole(name, parts, where)
     if match := _DOWN.fullmatch(name):
@@ -123,6 +135,40 @@ def _repeated_groups(name: str, parts: Sequence[TensorRef], arguments: Mapping[s
         (copies if own else tables).append(both)
     shape = ((heads + 2 * groups) * width, *first.shape[1:])
     return TensorRef(name, first.dtype, shape, stacked(tables, len(shape)), stacked(copies, len(shape)))
+
+
+def _is_over_all_heads(x: str, parts: Sequence[TensorRef], arguments: Mapping[str, Any]) -> bool:
+    """A norm over all heads at once (MiniMax-M2) is cut; one of a head is whole everywhere."""
+    heads = arguments.get("num_attention_heads" if x == "q" else "num_query_groups")
+    width = arguments.get("kv_channels")
+    if type(heads) is not int or type(width) is not int:
+        return False
+    held = parts[0].shape[0] if parts[0].shape else 0
+    return held != width and held * len(parts) == heads * width
+
+
+def _sections(name: str, what: str, parts: Sequence[TensorRef], arguments: Mapping[str, Any], where: str) -> TensorRef:
+    """A gated delta net's in_proj or conv1d: queries, keys, values ... of each rank, joined section by section."""
+    keys = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    sizes = [arguments.get(key) for key in keys]
+    ranks, first = len(parts), parts[0]
+    key_heads, value_heads, key_width, value_width = (n if type(n) is int and n > 0 else 0 for n in sizes)
+    rows = [key_heads * key_width, key_heads * key_width, value_heads * value_width]
+    rows += [value_heads * value_width, value_heads, value_heads] if what == "in_proj" else []
+    if not all(rows) or any(n % ranks for n in rows) or any(part.shape[0] * ranks != sum(rows) for part in parts):
+        msg = f"{where}: {name} {list(first.shape)} of {ranks} ranks is packed, and the arguments do not tell how"
+        raise UnsupportedError(
+            f"{msg} ({', '.join(keys)})", hint="save with --ckpt-format torch_dist, which names them"
+        )
+    rest = (0,) * (len(first.shape) - 1)
+    tables, start, local = [], 0, 0
+    for count in rows:
+        each = count // ranks
+        for rank, part in enumerate(parts):
+            table = rows_of(part.shards, local, local + each, part.dtype.itemsize)
+            tables.append(moved(table, (start + rank * each, *rest)))
+        start, local = start + count, local + each
+    return TensorRef(name, first.dtype, (start, *first.shape[1:]), stacked(tables, len(first.shape)))
 
 
 def _halves(name: str, parts: Sequence[TensorRef]) -> TensorRef:

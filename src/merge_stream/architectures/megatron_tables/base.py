@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.megatron_rules import ExpertHalves, Halves, QkvGroups, heads_of
+from merge_stream.architectures.megatron_rules import ExpertHalves, Halves, HeadNorm, QkvGroups, heads_of
 from merge_stream.architectures.rules import Rename, Rule, SplitExperts, Unstack
 
 __all__ = [
@@ -40,6 +40,7 @@ class MegatronFamily:
     """One layout: the model types that have it, and the rules for a config.
 
     centred      canonical names of the norms whose weight w the repository means as 1 + w
+    proof        the tests have merged what other programs made of the family (real saves, Megatron-Bridge, mbridge)
     neighbours   the repository turns rows 2k and 2k + 1 of a head together (rotary), not rows k and k + width / 2
     """
 
@@ -48,6 +49,7 @@ class MegatronFamily:
     rules: Callable[[ModelInfo], Rules]
     centred: str = ""
     neighbours: bool = False
+    proof: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,12 @@ class Place:
 LAYER = Place("decoder.layers.{i}", "model.layers.{i}")
 
 
-def ends() -> Rules:
-    """Embedding, last norm, output head."""
+def ends(here: str = "", there: str = "model.") -> Rules:
+    """Embedding, last norm, output head; `here` stands before Megatron's names, `there` before the repository's."""
     return (
-        Rename("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-        Rename("decoder.final_layernorm.{leaf}", "model.norm.{leaf}"),
-        Rename("output_layer.{leaf}", "lm_head.{leaf}"),
+        Rename(f"{here}embedding.word_embeddings.weight", f"{there}embed_tokens.weight"),
+        Rename(f"{here}decoder.final_layernorm.{{leaf}}", f"{there}norm.{{leaf}}"),
+        Rename(f"{here}output_layer.{{leaf}}", "lm_head.{leaf}"),
     )
 
 
@@ -86,8 +88,12 @@ def norms(place: Place = LAYER) -> Rules:
     )
 
 
-def attention(model: ModelInfo, place: Place = LAYER, *, gated: bool = False) -> Rules:
-    """Fused query, key, value with or without bias, norms of heads where there are any, output projection."""
+def attention(model: ModelInfo, place: Place = LAYER, *, gated: bool = False, norms_over_all: bool = False) -> Rules:
+    """Fused query, key, value with or without bias, norms of heads where there are any, output projection.
+
+    `norms_over_all`: the norm of queries is over all heads at once, that of keys too.
+    """
+    heads = heads_of(model)
     there = f"{place.there}.self_attn"
     here = f"{place.here}.self_attention"
     return (
@@ -96,12 +102,19 @@ def attention(model: ModelInfo, place: Place = LAYER, *, gated: bool = False) ->
             f"{there}.q_proj.{{leaf}}",
             f"{there}.k_proj.{{leaf}}",
             f"{there}.v_proj.{{leaf}}",
-            heads_of(model),
+            heads,
             gated,
         ),
         Rename(f"{here}.linear_proj.{{leaf:weight|bias}}", f"{there}.o_proj.{{leaf}}"),
-        Rename(f"{here}.q_layernorm.{{leaf}}", f"{there}.q_norm.{{leaf}}"),
-        Rename(f"{here}.k_layernorm.{{leaf}}", f"{there}.k_norm.{{leaf}}"),
+        *(
+            HeadNorm(
+                f"{here}.{x}_layernorm.{{leaf}}",
+                f"{there}.{x}_norm.{{leaf}}",
+                (heads.queries if x == "q" else heads.groups) if norms_over_all else 1,
+                heads.width,
+            )
+            for x in ("q", "k")
+        ),
     )
 
 

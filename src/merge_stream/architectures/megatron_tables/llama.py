@@ -1,4 +1,4 @@
-"""Dense decoders with the names of Llama: Llama 1 to 3, Mistral, Qwen2, Qwen2.5, Qwen3, Seed-OSS, MiMo without MTP."""
+"""Dense decoders with the names of Llama: Llama 1 to 3, Mistral, Qwen2, Qwen2.5, Qwen3, Seed-OSS."""
 
 from __future__ import annotations
 
@@ -22,4 +22,10 @@ def dense(model: ModelInfo) -> Rules:
     return (*attention(model), *gated_mlp(), *norms(), *ends())
 
 
-MEMBER = MegatronTable("llama", (MegatronFamily("llama", words("llama mistral qwen2 qwen3 seed_oss"), dense),))
+MEMBER = MegatronTable(
+    "llama",
+    (
+        MegatronFamily("llama", words("llama mistral qwen2 qwen3"), dense),
+        MegatronFamily("seed_oss", words("seed_oss"), dense, proof=False),
+    ),
+)

@@ -18,7 +18,7 @@ __all__ = ["MEMBER"]
 
 def _rules(model: ModelInfo) -> Rules:
     sparse = experts(block="block_sparse_moe", names=("w1", "w3", "w2"), bias="e_score_correction_bias")
-    return (*attention(model), *sparse, *norms(), *ends())
+    return (*attention(model, norms_over_all=True), *sparse, *norms(), *ends())
 
 
 MEMBER = MegatronTable("mixtral", (MegatronFamily("mixtral", frozenset({"mixtral", "minimax_m2"}), _rules),))

@@ -7,6 +7,7 @@ from merge_stream.architectures.megatron_tables.base import (
     LAYER,
     MegatronFamily,
     MegatronTable,
+    Place,
     Rules,
     attention,
     ends,
@@ -17,17 +18,24 @@ from merge_stream.architectures.megatron_tables.base import (
 from merge_stream.architectures.rules import Rename
 from merge_stream.architectures.tables.base import words
 
-__all__ = ["MEMBER"]
+__all__ = ["MEMBER", "sparse_layer"]
+
+
+def sparse_layer(place: Place) -> Rules:
+    """Norms, router, experts, the shared expert with its gate, and the dense MLP of layers in `mlp_only_layers`."""
+    return (
+        *experts(place),
+        *gated_mlp(place, here="mlp.shared_experts", there="mlp.shared_expert"),
+        Rename(f"{place.here}.mlp.shared_experts.gate_weight", f"{place.there}.mlp.shared_expert_gate.weight"),
+        *gated_mlp(place),
+        *norms(place),
+    )
 
 
 def _rules(model: ModelInfo) -> Rules:
     return (
-        *attention(model),
-        *experts(),
-        *gated_mlp(here="mlp.shared_experts", there="mlp.shared_expert"),
-        Rename(f"{LAYER.here}.mlp.shared_experts.gate_weight", f"{LAYER.there}.mlp.shared_expert_gate.weight"),
-        *gated_mlp(),  # layers of `mlp_only_layers`
-        *norms(),
+        *attention(model, norms_over_all=model.model_type == "olmoe"),
+        *sparse_layer(LAYER),
         *ends(),
     )
 

@@ -1,0 +1,156 @@
+"""Every family: what Megatron-Bridge and mbridge make of a small model comes back as that model, byte for byte.
+
+The Megatron side is in tests/data/megatron_bridges, made by the code of those projects
+(tests/makers/megatron_bridges.py): their names, their merging of rows. Every element is its own number, so a name, row
+or column out of place is seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pathlib
+import re
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from merge_stream.api import merge
+from merge_stream.errors import UnsupportedError
+from merge_stream.options import MergeOptions
+from tests.cases.naive import assert_holds
+from tests.formats.naive import DATA
+from tests.makers.megatron_files import tensor_part, write_dist, write_ranks
+
+MADE = sorted((DATA / "megatron_bridges").glob("*.json"))
+Tensors = dict[str, torch.Tensor]
+
+
+def opened(path: pathlib.Path) -> tuple[dict[str, Any], Tensors, Tensors, dict[str, list[str]]]:
+    """config, the repository's tensors, Megatron's, further names of Megatron for the same."""
+    document = json.loads(path.read_text())
+    wanted = {
+        name: torch.arange(first, first + int(torch.Size(shape).numel()), dtype=torch.float32).reshape(shape)
+        for name, (first, shape) in document["hf"].items()
+    }
+    megatron = {}
+    for name, (shape, packed) in document["megatron"].items():
+        numbers = np.cumsum(np.frombuffer(zlib.decompress(base64.b64decode(packed)), "<i4"), dtype=np.int64)
+        megatron[name] = torch.from_numpy(numbers.reshape(shape).astype(np.float32))
+    if path.stem.startswith(("deepseek_v3.", "glm4_moe.")):  # the repositories hold both once more in MTP layers
+        wanted["model.layers.2.embed_tokens.weight"] = wanted["model.embed_tokens.weight"]
+        wanted["model.layers.2.shared_head.head.weight"] = wanted["lm_head.weight"]
+    if path.stem == "mimo.mbridge":  # it does not exchange what Megatron joins the other way round than MiMo
+        name = "model.mtp_layers.0.input_proj.weight"
+        wanted[name] = torch.cat(wanted[name].chunk(2, 1)[::-1], 1)
+    return document["config"], wanted, megatron, document["also"]
+
+
+def sections(config: dict[str, Any]) -> dict[str, int]:
+    """Rows of each part of a gated delta net's in_proj."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    heads = config["linear_num_value_heads"]
+    return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
+
+
+def distributed(megatron: Tensors, config: dict[str, Any]) -> Tensors:
+    """Keys of a distributed checkpoint: experts in stacks, parts of in_proj and conv1d by name, one name for MTP."""
+    made: Tensors = {}
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for full, tensor in megatron.items():
+        name = full.replace(".mtp_model_layer.", ".transformer_layer.")
+        expert = re.fullmatch(r"(.+\.mlp\.experts)\.(linear_fc\d\.\w+?)(\d+)", name)
+        if expert:
+            stacks.setdefault(f"{expert[1]}.experts.{expert[2]}", {})[int(expert[3])] = tensor
+        elif name.endswith(("self_attention.in_proj.weight", "self_attention.conv1d.weight")):
+            parts = sections(config)
+            wanted = list(parts) if "in_proj" in name else ["query", "key", "value"]
+            for part, rows in zip(wanted, tensor.split([parts[key] for key in wanted]), strict=True):
+                made[f"{name}.{part}"] = rows
+        else:
+            made[name] = tensor
+    return made | {name: torch.stack([parts[e] for e in sorted(parts)]) for name, parts in stacks.items()}
+
+
+def merged(folder: pathlib.Path) -> None:
+    merge(folder / "ckpt", folder / "out", MergeOptions(base_model=str(folder / "hf")))
+
+
+@pytest.mark.parametrize("path", MADE, ids=lambda path: path.stem)
+def test_a_distributed_checkpoint_is_the_model_again(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    config, wanted, megatron, _ = opened(path)
+    write_dist(tmp_path, distributed(megatron, config), config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", wanted)
+
+
+def rank_part(name: str, tensor: torch.Tensor, rank: int, config: dict[str, Any]) -> torch.Tensor:
+    """What one of two tensor-parallel ranks holds, with Transformer Engine."""
+    if re.search(r"gate_weight|expert_bias|_down_proj\.weight|patch_embed|pos_embed|^visual\.", name):
+        return tensor.clone()
+    if name.endswith(("in_proj.weight", "conv1d.weight")):
+        parts = sections(config)
+        wanted = list(parts.values()) if "in_proj" in name else list(parts.values())[:3]
+        return torch.cat([part.chunk(2)[rank] for part in tensor.split(wanted)])
+    if name.endswith("_layernorm.weight") and config["model_type"] == "minimax_m2" and re.search(r"\.[qk]_lay", name):
+        return tensor.chunk(2)[rank].clone()
+    if re.search(r"out_proj\.weight", name):
+        return tensor.chunk(2, 1)[rank].clone()
+    if re.search(r"linear_fc1\.(weight|bias)", name) and not is_gated(name, config):
+        return tensor.chunk(2)[rank].clone()
+    if ".linear_fc2.bias" in name:
+        return tensor.clone()
+    return tensor_part(name, tensor, rank, 2)
+
+
+def is_gated(name: str, config: dict[str, Any]) -> bool:
+    return config["model_type"] != "nemotron" and not (
+        name.startswith("vision_model") and config["model_type"] != "qwen2_5_vl"
+    )
+
+
+@pytest.mark.parametrize("path", MADE, ids=lambda path: path.stem)
+def test_files_of_two_tensor_ranks_are_the_model_again(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    config, wanted, megatron, _ = opened(path)
+    text = config.get("text_config") or config
+    states = {
+        (rank,): {name: rank_part(name, tensor, rank, config) for name, tensor in megatron.items()} for rank in (0, 1)
+    }
+    arguments = {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "num_experts": 4,
+        "swiglu": config["model_type"] != "nemotron",
+        "num_attention_heads": text["num_attention_heads"],
+        "num_query_groups": text["num_key_value_heads"],
+        "kv_channels": text.get("head_dim"),
+        "qk_pos_emb_head_dim": text.get("qk_rope_head_dim"),
+        **{key: text[key] for key in text if key.startswith("linear_") or key in {"q_lora_rank", "kv_lora_rank"}},
+    }
+    write_ranks(tmp_path, states, arguments, config)
+    if "_vl" in path.stem:  # nothing in such files tells how a tower is cut
+        with pytest.raises(UnsupportedError, match=r"vis"):
+            merged(tmp_path)
+        return
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", wanted)
+
+
+@pytest.mark.parametrize("path", [p for p in MADE if json.loads(p.read_text())["also"]], ids=lambda path: path.stem)
+def test_further_names_of_the_table_mean_the_same(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The last name that Megatron-Bridge accepts for each tensor: local norms, sequential experts, MTP's old name."""
+    config, wanted, megatron, also = opened(path)
+    instead = {}
+    for names in also.values():
+        first = [name for name in names if name in megatron]
+        last = [name for name in names if ".local_experts." not in name][-1]
+        if first and not re.search(r"\d$", first[0]):
+            instead[first[0]] = last
+    renamed = {instead.get(name, name): tensor for name, tensor in megatron.items()}
+    write_ranks(tmp_path, {(0,): renamed}, {"swiglu": config["model_type"] != "nemotron"}, config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", wanted)
