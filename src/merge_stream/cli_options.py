@@ -164,7 +164,9 @@ naming = _all(
 
 writing = _all(
     click.option(
-        "--dtype", type=click.Choice(["keep", "bf16", "fp16", "fp32"]), help="Type of floating tensors. Default: keep."
+        "--dtype",
+        type=click.Choice(["keep", "bf16", "fp16", "fp32", "fp8"]),
+        help="Type of floating tensors. Default: keep. fp8 means --quantize auto-fp8.",
     ),
     click.option(
         "--quantize",
@@ -268,10 +270,10 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
     """What to write."""
     bound = memory_bound(given)
     return MergeOptions(
-        dtype=given["dtype"] or default_dtype,
+        dtype=default_dtype if given["dtype"] in {None, "fp8"} else given["dtype"],
         layout=given["layout"],
         max_shard_size=parse_bytes(given["max_shard_size"]),
-        quantize=given["quantize"],
+        quantize=_quantize(given),
         quantize_ignore=_quantize_ignore(given),
         force=given["force"],
         base_model=given["base_model"],
@@ -296,12 +298,23 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
     )
 
 
+def _quantize(given: Mapping[str, Any]) -> QuantizeName | None:
+    """`--quantize`, or what `--dtype fp8` means; UsageError when both are given."""
+    name: QuantizeName | None = given["quantize"]
+    if given["dtype"] != "fp8":
+        return name
+    if name is not None:
+        msg = f"--dtype fp8 means --quantize auto-fp8, and --quantize {name} is given too"
+        raise UsageError(msg, hint="give one of them; --dtype is then the type of what stays plain")
+    return "auto-fp8"
+
+
 def _quantize_ignore(given: Mapping[str, Any]) -> tuple[str, ...]:
     """`--quantize-ignore`; UsageError when it or `--force` is given and nothing is quantized."""
-    if given["quantize_ignore"] and given["quantize"] is None:
+    if given["quantize_ignore"] and _quantize(given) is None:
         msg = "--quantize-ignore says what stays plain, and nothing is quantized"
         raise UsageError(msg, hint="add --quantize fp8-dynamic")
-    if given["force"] and given["quantize"] is None:
+    if given["force"] and _quantize(given) is None:
         msg = "--force is for a quantization that a loader misreads, and nothing is quantized"
         raise UsageError(msg, hint="leave it out, or add --quantize")
     return tuple(given["quantize_ignore"])

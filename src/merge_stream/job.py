@@ -116,7 +116,7 @@ def make_plan(
     named = name_parameters(catalog, folder.info, options.layout, options.lora)
     catalog = replace(catalog, files=(*catalog.files, *named.files))
     resolved = named.parameters
-    quantized = _quantized(catalog, named, options)
+    quantized = _quantized(catalog, folder, named, options)
     encoding = encoding_for(_dtype_of(catalog, folder, options))
     memory = plan_memory(
         options.max_mem,
@@ -182,7 +182,7 @@ def make_plan(
     )
 
 
-def _quantized(catalog: Catalog, named: Named, options: MergeOptions) -> QuantizedWeights:
+def _quantized(catalog: Catalog, folder: ModelFolder, named: Named, options: MergeOptions) -> QuantizedWeights:
     """What `--quantize` means for this model; nothing without it."""
     if options.quantize is None:
         return QuantizedWeights()
@@ -193,7 +193,10 @@ def _quantized(catalog: Catalog, named: Named, options: MergeOptions) -> Quantiz
         msg = f"--quantize {options.quantize} with --no-config: without config.json nobody can read the weights"
         raise UsageError(msg, hint="leave one of them out")
     tensors = {name: (r.parameter.shape, r.source.dtype) for name, r in named.parameters.items()}
-    return choose_weights(options.quantize, tensors, ignore=options.quantize_ignore, force=options.force)
+    model_type = str((folder.info.config or {}).get("model_type", ""))
+    return choose_weights(
+        options.quantize, tensors, model_type=model_type, ignore=options.quantize_ignore, force=options.force
+    )
 
 
 def _dtype_of(catalog: Catalog, folder: ModelFolder, options: MergeOptions) -> DtypeName:

@@ -22,7 +22,7 @@ DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 LayoutName = Literal["upstream", "as-is"]
 StagingName = Literal["direct", "zarr"]
 IoName = Literal["auto", "pread", "mmap"]
-QuantizeName = Literal["fp8", "fp8-block", "fp8-dynamic", "int4", "int8", "mxfp4", "mxfp8", "nvfp4"]
+QuantizeName = Literal["auto", "auto-fp8", "fp8", "fp8-block", "fp8-dynamic", "int4", "int8", "mxfp4", "mxfp8", "nvfp4"]
 LoraMode = Literal["merge", "keep", "both"]
 WeightsName = Literal["master", "module"]
 
@@ -63,7 +63,8 @@ class OpenOptions:
 class MergeOptions:
     """What to write and how; bytes are plain numbers here.
 
-    quantize        scheme in which the linear layers are written, or None; `dtype` governs all others
+    quantize        scheme in which the linear layers are written, or None; `dtype` governs all others. "auto": one
+                    that fits the model, "auto-fp8": one of float8
     quantize_ignore globs of modules that stay plain
     force           quantize also where a loader is known to read the result wrongly
     base_model      folder with config.json, tokenizer and (where present) safetensors headers

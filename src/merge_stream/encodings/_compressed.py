@@ -63,6 +63,7 @@ class CompressedTensors:
     rows = 1
     measured = False
     shares = False
+    transposed = False
     suffixes: tuple[str, ...] = ("", "_scale")
     method = "compressed-tensors"
     format: str

@@ -23,6 +23,7 @@ __all__ = [
     "Part",
     "Scheme",
     "Stored",
+    "as_rows",
     "row_nbytes",
     "scheme_named",
     "scheme_that_wrote",
@@ -92,7 +93,8 @@ class Encoding(Protocol):
 class Scheme(Protocol):
     """A quantized form of a weight: its codes, and scales beside them.
 
-    A weight has rows of `columns` elements: its last dim; all dims before it, taken together, count rows.
+    A weight has rows of `columns` elements: its last dim; all dims before it, taken together, count rows. Where the
+    scheme is `transposed`, its last two dims are those of the model's parameter in the other order.
 
     1. `fits(shape)` and `objection(experts)` at plan time: which weights it can take, and which models it should not.
     2. `parts(name, shape)` at plan time: the codes first, then scales. Their names are `name` with each of `suffixes`.
@@ -111,6 +113,7 @@ class Scheme(Protocol):
     rows: int
     measured: bool
     shares: bool
+    transposed: bool
     suffixes: tuple[str, ...]
 
     def fits(self, shape: Ints) -> str:
@@ -182,6 +185,11 @@ def scheme_that_wrote(settings: object) -> Scheme | None:
     if not isinstance(settings, dict):
         return None
     return next((scheme for scheme in schemes() if scheme.wrote(settings)), None)
+
+
+def as_rows(scheme: Scheme, shape: Ints) -> Ints:
+    """The shape of a weight as the scheme sees it, from that of the parameter; and the other way round."""
+    return (*shape[:-2], *shape[:-3:-1]) if scheme.transposed else shape
 
 
 def row_nbytes(part: Part, shape: Ints) -> int:

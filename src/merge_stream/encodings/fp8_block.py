@@ -34,6 +34,7 @@ class Fp8Block:
     rows = _SIDE
     measured = False
     shares = False
+    transposed = False
     suffixes = ("", "_scale_inv")
 
     def fits(self, shape: Ints) -> str:

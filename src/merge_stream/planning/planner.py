@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from merge_stream.containers.safetensors_file import HeaderEntry, build_header
-from merge_stream.encodings.base import Encoding, Part, Scheme, row_nbytes, scheme_named
+from merge_stream.encodings.base import Encoding, Part, Scheme, as_rows, row_nbytes, scheme_named
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.options import MergeOptions
 from merge_stream.planning.bands import Bands
@@ -25,6 +25,7 @@ from merge_stream.planning.plan import (
     Scaled,
 )
 from merge_stream.planning.quantize import QuantizedWeights, shares_scale_with
+from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import Parameter
 from merge_stream.tensors.ref import Catalog, ShardTable
 
@@ -37,6 +38,7 @@ __all__ = [
     "Resolved",
     "joined",
     "make_plan",
+    "transposed",
 ]
 
 ADAPTER_FILE = "lora_adapter/adapter_model.safetensors"
@@ -129,8 +131,9 @@ def _parts(resolved: Sequence[Resolved], quantized: QuantizedWeights) -> dict[st
     if not quantized.names:
         return {}
     scheme = scheme_named(quantized.scheme)
-    shapes = ((r.parameter.name, r.parameter.shape) for r in resolved)
-    return {name: Becomes(shape, scheme.parts(name, shape)) for name, shape in shapes if name in quantized.names}
+    shapes = {r.parameter.name: r.parameter.shape for r in resolved if r.parameter.name in quantized.names}
+    seen = {name: as_rows(scheme, shape) for name, shape in shapes.items()}
+    return {name: Becomes(shape, scheme.parts(name, shape)) for name, shape in seen.items()}
 
 
 def _pieces(resolved: Resolved, becomes: Becomes | None) -> list[Resolved]:
@@ -138,11 +141,30 @@ def _pieces(resolved: Resolved, becomes: Becomes | None) -> list[Resolved]:
     if becomes is None:
         return [resolved]
     codes, *scales = becomes.parts
-    found = [replace(resolved, parameter=replace(resolved.parameter, name=codes.name, shape=codes.shape))]
+    parameter, source = replace(resolved.parameter, name=codes.name, shape=codes.shape), resolved.source
+    if becomes.shape != resolved.parameter.shape:
+        if source.view != resolved.parameter.shape:
+            msg = (
+                f"{resolved.parameter.name}: its source {list(source.view)} cannot be read in the order of {codes.name}"
+            )
+            raise UnsupportedError(msg, hint="merge it without --quantize, and quantize what was merged")
+        source = transposed(source)
+    found = [Resolved(replace(parameter, view=source.view), source)]
     for part in scales:
         empty = Parameter(part.name, part.shape, part.shape, ())
         found.append(Resolved(empty, Assembly(part.shape, part.dtype, ())))
     return found
+
+
+def transposed(source: Assembly) -> Assembly:
+    """The same elements with the last two dims of the view in the other order."""
+    order = (*range(len(source.view) - 2), len(source.view) - 1, len(source.view) - 2)
+    takes = []
+    for take in source.takes:
+        there = Box(*(tuple(side[k] for k in order) for side in (take.dest_box.start, take.dest_box.stop)))
+        permute = tuple((take.permute or range(len(order)))[k] for k in order)
+        takes.append(replace(take, dest_box=there, permute=() if permute == tuple(range(len(order))) else permute))
+    return replace(source, view=tuple(source.view[k] for k in order), takes=tuple(takes))
 
 
 def joined(parameters: Iterable[ParameterPlan], weights: Mapping[str, Becomes], scheme: Scheme) -> list[ParameterPlan]:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from merge_stream.architectures.families import AUDIO_AND_VISION
-from merge_stream.encodings.base import scheme_named
+from merge_stream.encodings.base import Scheme, as_rows, scheme_named
 from merge_stream.errors import UnsupportedError, UsageError
+from merge_stream.options import QuantizeName
 from merge_stream.tensors.dtype import DType
 from merge_stream.units import counted
 
@@ -39,8 +40,12 @@ _BLOCK = re.compile(r"(^|\.)layers\.\d+\.")
 _EXPERT = re.compile(r"(?P<all>.+\.experts)\.\d+\.")
 _EMBEDDING = re.compile(r"(?P<model>.*?)(model\.)?embed_tokens\.weight")
 _HEAD = "lm_head"
+_STACK = re.compile(r"(^|\.)layers\.\d+\.mlp\.experts\.(gate_up_proj|down_proj)$")
+_GPT_OSS, _OWN_FORM = "gpt_oss", "mxfp4-gpt-oss"
 _SUFFIX = ".weight"
 _SHOWN = 3
+
+Tensors = Mapping[str, tuple[tuple[int, ...], DType]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +66,10 @@ def is_linear(name: str) -> bool:
 
 
 def choose_weights(
-    name: str,
-    tensors: Mapping[str, tuple[tuple[int, ...], DType]],
+    asked: QuantizeName,
+    tensors: Tensors,
     *,
+    model_type: str = "",
     ignore: Sequence[str] = (),
     force: bool = False,
 ) -> QuantizedWeights:
@@ -73,42 +79,82 @@ def choose_weights(
     scheme can take, or (without `force`) when a loader is known to read it wrongly; UsageError when a glob fits
     nothing.
     """
-    scheme = scheme_named(name)
     _refuse_quantized(tensors)
-    _refuse_stacked(name, tensors)
-    able = {weight for weight, (shape, dtype) in tensors.items() if _able(weight, shape, dtype)}
+    name, why = _scheme_for(asked, tensors, model_type, ignore)
+    scheme = scheme_named(name)
+    if not scheme.transposed:
+        _refuse_stacked(asked, tensors, model_type)
+    able = _able_weights(scheme, tensors)
     if not able:
-        msg = f"--quantize {name}: none of {counted(len(tensors), 'tensor')} is a linear layer of a known name"
+        msg = f"--quantize {asked}: none of {counted(len(tensors), 'tensor')} is a linear layer of a known name"
         hint = (
             "known are q_proj, k_proj, gate_proj and their like in `layers.N`; without --quantize the model is merged"
         )
         raise UnsupportedError(msg, hint=hint)
-    asked = _ignored(able, ignore)
-    unfit = {weight: why for weight in able - asked if (why := scheme.fits(tensors[weight][0]))}
-    with_others = _with_others(able, asked | unfit.keys())
-    names = frozenset(able - asked - unfit.keys() - with_others)
+    plain = _ignored(able, ignore)
+    unfit = _unfit(scheme, able - plain, tensors)
+    with_others = _with_others(able, plain | unfit.keys())
+    names = frozenset(able - plain - unfit.keys() - with_others)
     if not names:
-        _refuse_nothing_left(name, able, unfit)
+        _refuse_nothing_left(asked, able, unfit)
     experts = any(_EXPERT.match(weight) for weight in names)
     objection = scheme.objection(experts=experts)
     if objection and not force:
-        raise UnsupportedError(f"--quantize {name}: {objection}", hint="choose another scheme, or add --force")
+        raise UnsupportedError(f"--quantize {asked}: {objection}", hint="choose another scheme, or add --force")
     left = sorted({*_modules(tensors, names), *_heads(list(tensors))})
     size = sum(math.prod(tensors[weight][0]) for weight in names)
     share = size / max(sum(math.prod(shape) for shape, _ in tensors.values()), 1)
     count = counted(len(names), "weight is", "weights are")
-    notes = [f"{count} written as {name} ({share:.0%} of all elements); the others stay plain"]
+    notes = [why] if why else []
+    notes.append(f"{count} written as {name} ({share:.0%} of all elements); the others stay plain")
     if unfit:
         count, first = counted(len(unfit), "weight stays", "weights stay"), min(unfit)
         notes.append(f"{count} plain, since {name} cannot take the shape: {_shown(unfit)} ({first}: {unfit[first]})")
     if with_others:
         count = counted(len(with_others), "more weight stays", "more weights stay")
         cause = " and ".join(
-            words for words, of in (("what --quantize-ignore names", asked), ("what has no such shape", unfit)) if of
+            words for words, of in (("what --quantize-ignore names", plain), ("what has no such shape", unfit)) if of
         )
         notes.append(f"{count} plain, since engines make one layer of them and {cause}: {_shown(with_others)}")
     notes += [text for text in (objection, scheme.remark(experts=experts)) if text]
     return QuantizedWeights(name, names, tuple(left), tuple(notes))
+
+
+def _scheme_for(asked: QuantizeName, tensors: Tensors, model_type: str, ignore: Sequence[str]) -> tuple[str, str]:
+    """The scheme that is meant, and why it was chosen ("" where it was asked for).
+
+    `auto` takes what most loaders read for that model: gpt-oss's own form for gpt-oss, fp8-block where the shape of
+    every linear layer allows it, else fp8-dynamic.
+    """
+    stacked = model_type == _GPT_OSS and bool(_able_weights(scheme_named(_OWN_FORM), tensors))
+    if asked == "mxfp4":
+        return (_OWN_FORM if stacked else asked), ""
+    if asked not in {"auto", "auto-fp8"}:
+        return asked, ""
+    if asked == "auto" and stacked:
+        return _OWN_FORM, f"--quantize auto: {_OWN_FORM}, the form that gpt-oss has in its own repositories"
+    block = scheme_named("fp8-block")
+    able = _able_weights(block, tensors)
+    unfit = _unfit(block, able - _ignored(able, ignore), tensors) if able else {}
+    if unfit:
+        first = min(unfit)
+        why = f"--quantize {asked}: fp8-dynamic and not fp8-block, since {counted(len(unfit), 'weight')} of {len(able)}"
+        return "fp8-dynamic", f"{why} cannot take it ({first}: {unfit[first]})"
+    return block.name, f"--quantize {asked}: fp8-block, since all linear layers are made of whole blocks of 128 x 128"
+
+
+def _able_weights(scheme: Scheme, tensors: Tensors) -> set[str]:
+    """The weights that are quantized if their shapes and the user allow it."""
+    filled = {n: shape for n, (shape, dtype) in tensors.items() if math.prod(shape) > 0 and dtype.kind == "float"}
+    if scheme.transposed:
+        return {name for name, shape in filled.items() if _STACK.search(name) and len(shape) == 3}
+    return {name for name, shape in filled.items() if is_linear(name) and len(shape) == 2}
+
+
+def _unfit(scheme: Scheme, names: Collection[str], tensors: Tensors) -> dict[str, str]:
+    """Those of `names` whose shape the scheme cannot take, and why."""
+    reasons = {name: scheme.fits(as_rows(scheme, tensors[name][0])) for name in names}
+    return {name: why for name, why in reasons.items() if why}
 
 
 def shares_scale_with(name: str, names: Collection[str]) -> str:
@@ -139,22 +185,20 @@ def _shown(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:_SHOWN]) + " ..." * (len(names) > _SHOWN)
 
 
-def _able(name: str, shape: tuple[int, ...], dtype: DType) -> bool:
-    return is_linear(name) and len(shape) == 2 and math.prod(shape) > 0 and dtype.kind == "float"
-
-
-def _refuse_quantized(tensors: Mapping[str, tuple[tuple[int, ...], DType]]) -> None:
+def _refuse_quantized(tensors: Tensors) -> None:
     for name, (_, dtype) in tensors.items():
         if dtype.kind == "quantized" or name.endswith(("_scale", "_scale_inv", "_packed", ".qweight", "_blocks")):
             msg = f"the model is quantized already: {name} is {dtype}"
             raise UnsupportedError(msg, hint="quantize the model that it was made from")
 
 
-def _refuse_stacked(scheme: str, tensors: Mapping[str, tuple[tuple[int, ...], DType]]) -> None:
+def _refuse_stacked(scheme: str, tensors: Tensors, model_type: str) -> None:
     for name, (shape, _) in tensors.items():
         if len(shape) == 3 and _BLOCK.search(name) and "conv" not in name and not _in_tower(name):
             msg = f"--quantize {scheme}: {name} {list(shape)} holds the experts of a block in one tensor"
             hint = "loaders look for scales of each expert and would misread it; merge it without --quantize"
+            if model_type == _GPT_OSS:
+                hint = "gpt-oss has a form of its own: --quantize mxfp4"
             raise UnsupportedError(msg, hint=hint)
 
 
@@ -184,7 +228,7 @@ def _group(name: str) -> str:
     return next((f"{module}.{group[0]}" for group in FUSED if last in group), name)
 
 
-def _modules(tensors: Mapping[str, tuple[tuple[int, ...], DType]], quantized: frozenset[str]) -> list[str]:
+def _modules(tensors: Tensors, quantized: frozenset[str]) -> list[str]:
     """Modules with a weight of two dims or more that stays plain."""
     return [
         name.removesuffix(_SUFFIX)

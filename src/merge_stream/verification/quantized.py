@@ -7,9 +7,17 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from merge_stream.encodings.base import Scheme, Stored, scheme_that_wrote, temporaries, weights_in, without_suffix
-from merge_stream.planning.plan import OutputFile, ParameterPlan, Plan
-from merge_stream.planning.planner import Becomes, Resolved, joined
+from merge_stream.encodings.base import (
+    Scheme,
+    Stored,
+    as_rows,
+    scheme_that_wrote,
+    temporaries,
+    weights_in,
+    without_suffix,
+)
+from merge_stream.planning.plan import Assembly, OutputFile, ParameterPlan, Plan
+from merge_stream.planning.planner import Becomes, Resolved, joined, transposed
 from merge_stream.tensors.ref import Catalog, TensorRef
 
 __all__ = ["band_nbytes", "names_in", "quantized_plan", "room_beside", "scheme_of_folder"]
@@ -61,16 +69,18 @@ def quantized_plan(scheme: Scheme, model: Catalog, reference: Catalog, wanted: M
     placed: list[ParameterPlan] = []
     shapes = _weights(scheme, model)
     for name, want in wanted.items():
-        if shapes.get(name) != want.parameter.shape or want.source.dtype.kind != "float":
+        shape = as_rows(scheme, want.parameter.shape)
+        if shapes.get(name) != shape or scheme.fits(shape) or want.source.dtype.kind != "float":
             continue
-        parts = scheme.parts(name, want.parameter.shape)
+        parts = scheme.parts(name, shape)
         there = [model.tensors.get(part.name) for part in parts]
         if any(
             t is None or (t.dtype, t.shape) != (part.dtype, part.shape) for t, part in zip(there, parts, strict=True)
         ):
             continue
-        weights[name] = Becomes(want.parameter.shape, parts)
-        placed += [_placed(t, want) for t in there if t is not None]
+        weights[name] = Becomes(shape, parts)
+        source = transposed(want.source) if scheme.transposed else want.source
+        placed += [_placed(t, source) for t in there if t is not None]
     outputs = tuple(OutputFile(f.name, b"", f.nbytes, _of_file(placed, k)) for k, f in enumerate(model.files))
     return Plan(tuple(joined(placed, weights, scheme)), outputs, reference.files, {}, scheme=scheme.name)
 
@@ -80,9 +90,9 @@ def _weights(scheme: Scheme | None, model: Catalog) -> dict[str, tuple[int, ...]
     return {} if scheme is None else weights_in(scheme, tensors)
 
 
-def _placed(tensor: TensorRef, want: Resolved) -> ParameterPlan:
+def _placed(tensor: TensorRef, source: Assembly) -> ParameterPlan:
     _, file, offset = tensor.shards.row(0)
-    return ParameterPlan(tensor.name, tensor.shape, want.source, tensor.dtype, file, offset)
+    return ParameterPlan(tensor.name, tensor.shape, source, tensor.dtype, file, offset)
 
 
 def _of_file(placed: list[ParameterPlan], number: int) -> tuple[int, ...]:
