@@ -120,7 +120,7 @@ def merge(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401 - click
         if target is not None:
             from merge_stream.output.hub import prepare_push
 
-            prepare_push(target, out)
+            prepare_push(target)
         from merge_stream.api import merge as do_merge
 
         opening = opt.open_options(given)

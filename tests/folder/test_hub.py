@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,9 @@ def test_what_would_fail_later_fails_before_the_merge(
     source = checkpoint(tmp_path / "ckpt", llama(), llama_config(), SIDE)
     hub.token = TOKEN[::-1]
     assert merge(source, tmp_path / "out", "--push-to-hub", "me/model") == 1
-    assert "401" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "401" in told
+    assert "then run the same command again" in told  # there is no OUT that could be pushed
     monkeypatch.delenv("HF_TOKEN")
     assert merge(source, tmp_path / "out", "--push-to-hub", "me/model") == 1
     assert "hf auth login" in capsys.readouterr().err
@@ -217,6 +220,15 @@ def test_tool_itself_against_the_stand_in(hub: Hub, out: Path, tmp_path: Path) -
         assert TOKEN not in run.stdout + run.stderr
         assert wrong not in run.stdout + run.stderr
         assert "Traceback" not in run.stderr
+
+
+def test_the_command_that_is_told_can_be_pasted() -> None:
+    target = PushTarget("me/model", private=True, revision="v 2", commit_message="it's done")
+    told = target.command("my folder")
+    assert shlex.split(told) == [
+        *("merge-stream", "push", "my folder", "me/model", "--private", "--revision", "v 2"),
+        *("--commit-message", "it's done"),
+    ]
 
 
 def test_no_message_holds_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

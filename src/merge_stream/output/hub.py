@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
@@ -52,10 +53,11 @@ class PushTarget:
 
     def command(self, folder: str) -> str:
         """The command that uploads `folder` there."""
-        words = ["merge-stream push", folder, self.repo]
+        words = ["merge-stream", "push", folder, self.repo]
         words += ["--private"] * self.private + ["--create-pr"] * self.create_pr
-        words += [f"--revision {self.revision}"] if self.revision else []
-        return " ".join(words)
+        words += ["--revision", self.revision] if self.revision else []
+        words += ["--commit-message", self.commit_message] if self.commit_message else []
+        return shlex.join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,11 @@ def client(purpose: str) -> HfApi:
     return huggingface_hub.HfApi(library_name="merge-stream", library_version=version("merge-stream"))
 
 
-def prepare_push(target: PushTarget, folder: str) -> None:
-    """Refuse now what would be refused after hours: no client, no connection, no or a wrong token, a wrong name."""
+def prepare_push(target: PushTarget, folder: str | None = None) -> None:
+    """Refuse now what would be refused after hours: no client, no connection, no or a wrong token, a wrong name.
+
+    `folder` is the finished model; None before the merge that writes it, when nothing is there that could be pushed.
+    """
     if target.create_pr and target.revision not in {None, "main"}:
         msg = f"--create-pr and --revision {target.revision} cannot go together: a pull request is made against main"
         raise UsageError(msg, hint="leave one of them out")
@@ -117,7 +122,8 @@ def prepare_push(target: PushTarget, folder: str) -> None:
     if not get_token():
         msg = f"uploading to {target.repo} needs a token of the Hub, and there is none"
         raise HubError(msg, hint="set HF_TOKEN to a token with write access, or run `hf auth login`")
-    with speaking_clearly(f"before uploading to {target.repo}", f"then: {target.command(folder)}"):
+    again = f"then: {target.command(folder)}" if folder is not None else "then run the same command again"
+    with speaking_clearly(f"before uploading to {target.repo}", again):
         api.whoami()
 
 
