@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from merge_stream import cli
@@ -335,6 +337,32 @@ def test_value_head_under_a_language_model_class(tmp_path: Path) -> None:
 def test_wrapped_value_head(tmp_path: Path) -> None:
     path = folder(tmp_path, llama() | {"v_head.summary.weight": torch.zeros(1, 8).bfloat16()})
     assert rules(path, "warning") == {"wrapped-head"}
+
+
+ODD: list[Any] = [None, True, -1, 1.5, "x", [], ["x"], [[1]], {}, {"model_type": ["x"]}, {"architectures": 3}, 10**30]
+ODD += [{"config_groups": [1]}, {"config_groups": {"g": 3}, "quant_method": "compressed-tensors"}, {"quant_method": []}]
+KEYS = (
+    "architectures model_type text_config vision_config audio_config quantization_config auto_map tie_word_embeddings "
+    "torch_dtype vocab_size hidden_size num_hidden_layers num_experts rope_parameters eos_token_id id2label topk_method"
+)
+CLASSES = ["PhimoeForCausalLM", "LlavaForConditionalGeneration", "Llama4ForCausalLM", "LlamaForTokenClassification"]
+KINDS = ["phimoe", "phi3", "deepseek_v3", "gemma2", "llava_next", "qwen3_moe"]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_json_in_a_config_makes_a_check_fail_otherwise_than_by_a_finding(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    path = tmp_path / "m"
+    if not path.exists():
+        folder(tmp_path)
+    config = llama_config(
+        architectures=[data.draw(st.sampled_from(CLASSES))], model_type=data.draw(st.sampled_from(KINDS))
+    )
+    config |= data.draw(st.dictionaries(st.sampled_from(KEYS.split()), st.sampled_from(ODD), max_size=4))
+    (path / "config.json").write_text(json.dumps(config))
+    json.dumps(check_folder(path).as_json())
 
 
 # ------------------------------------------------------------------------------------------------ names

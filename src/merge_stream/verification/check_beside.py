@@ -63,7 +63,7 @@ def _tokenizer(folder: CheckedFolder, rows: int | None) -> Iterator[Finding]:
 
 def _sentencepiece(folder: CheckedFolder, tokenizer_class: str) -> Iterator[Finding]:
     """Families whose vocabulary llama.cpp's converter reads from tokenizer.model alone (`gemma.py`, `phi.py`, 2026)."""
-    kind = folder.config.get("model_type")
+    kind = str(folder.config.get("model_type"))
     if kind in _PHI and tokenizer_class == "GPT2Tokenizer":
         return
     if kind in _SENTENCEPIECE | _PHI and "tokenizer.model" not in folder.tree.files:

@@ -185,14 +185,14 @@ def _in_sglang(model: Headers, name: str) -> str:
 
 def _nested(model: Headers) -> Iterator[Finding]:
     """Text models and towers inside a vision model that an engine has no class for."""
-    tower, text_model = model.nest("vision_config").get("model_type"), model.nest("text_config").get("model_type")
+    tower, text_model = (str(model.nest(f"{n}_config").get("model_type") or "") for n in ("vision", "text"))
     if "LlavaForConditionalGeneration" in class_names(model.config)[:1] and tower in {
         "clip_vision_model",
         "siglip_vision_model",
     }:
         text = f"SGLang has a class for the Pixtral tower of a LLaVA, and none for {tower}"
         yield Finding("warning", "config", "tower", "SGLang", text)
-    if model.kind in _TGI_WITH_A_TEXT_MODEL and text_model is not None and text_model not in _TGI_TEXT_MODELS:
+    if model.kind in _TGI_WITH_A_TEXT_MODEL and text_model and text_model not in _TGI_TEXT_MODELS:
         text = f"TGI's {model.kind} has no text model {text_model} (it has {', '.join(sorted(_TGI_TEXT_MODELS))})"
         yield Finding("warning", "config", "text-model", "TGI", text)
 

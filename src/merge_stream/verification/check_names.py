@@ -73,7 +73,7 @@ def check_names(folder: CheckedFolder) -> Iterator[Finding]:
 def _wants_vision_model(config: dict[str, Any]) -> bool:
     """CLIP and SigLIP towers have `vision_model.` in every repository."""
     vision = config.get("vision_config")
-    return isinstance(vision, dict) and vision.get("model_type") in {"clip_vision_model", "siglip_vision_model"}
+    return isinstance(vision, dict) and str(vision.get("model_type")) in {"clip_vision_model", "siglip_vision_model"}
 
 
 def _hidden_first(folder: CheckedFolder) -> Iterator[Finding]:
