@@ -75,13 +75,18 @@ def read_local_models(files: DeepSpeedFiles, table: FileTable, options: OpenOpti
     if missing := missing_text(ranks, max(others) + 1):
         msg = f"{files.tree.label} has model states of model-parallel ranks {ranks_text(ranks)}, not of {missing}"
         raise IncompleteShardsError(msg, hint=_COPY)
-    models = {mp: _read(files, table, options, mp) for mp in ranks}
+    models: dict[int, LocalModel] = {}
+    for mp in ranks:
+        first = models[0].states if models else None  # the global rank 0 alone writes which parameters are shared
+        models[mp] = _read(files, table, options, mp, first.shared if first else {})
     _require_same_save([model.states for model in models.values() if model.states is not None])
     _require_same_step(models)
     return models
 
 
-def _read(files: DeepSpeedFiles, table: FileTable, options: OpenOptions, mp: int) -> LocalModel:
+def _read(
+    files: DeepSpeedFiles, table: FileTable, options: OpenOptions, mp: int, shared: Mapping[str, str]
+) -> LocalModel:
     tree = files.tree
     optim: dict[int, OptimStates] = {}
     if options.weights != "module":
@@ -91,6 +96,7 @@ def _read(files: DeepSpeedFiles, table: FileTable, options: OpenOptions, mp: int
     zero3 = {rank.dp: name for rank, name in sorted(files.zero3.items()) if rank.mp == mp}
     if zero3:
         states3 = [read_model_states(tree, name, table.index(name)) for name in zero3.values()]
+        states3[0].shared = {**shared, **states3[0].shared}
         model = _stage3(files, mp, zero3, states3, optim, options)
         read: list[StatesFile] = [s.source for s in states3]
     else:
