@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, MergeStreamError, UnsupportedError
+from merge_stream.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteShardsError,
+    MergeStreamError,
+    UnsupportedError,
+)
 from merge_stream.options import OpenOptions
 from tests.cases.naive import merged
 from tests.formats.naive import DATA
@@ -65,6 +71,34 @@ class TestExperts:
             assert "chooses among 4" in refusal(ckpt, tmp_path, IncompleteShardsError, weights=weights)
         else:
             assert "missing: 3" in refusal(ckpt, tmp_path, IncompleteShardsError, weights=weights)
+
+
+class TestExpertsUnderTensorParallelism:
+    """Whole experts, each in the file of some rank; or parts of every expert in the files of all ranks."""
+
+    @pytest.mark.parametrize("weights", ["master", "module"])
+    @pytest.mark.parametrize(
+        ("case", "lost"),
+        [
+            ("moe_tp2_ep4_w4", "layer_0_expert_2_mp_rank_00*"),
+            ("moe_tp2_ep4_w4", "layer_*_mp_rank_01*"),
+            ("moe_tp2_cut_ep2_w4", "layer_0_expert_3_mp_rank_01*"),
+            ("moe_tp2_cut_ep2_w4", "layer_0_expert_0_mp_rank_00*"),
+            ("moe_tp2_cut_ep2_w4", "layer_*_mp_rank_01*"),
+        ],
+    )
+    def test_a_file_is_missing(self, tmp_path: Path, case: str, lost: str, weights: str) -> None:
+        """The half of an expert that is left looks like a whole, smaller one."""
+        ckpt = removed(copied(f"deepspeed/{case}", tmp_path), lost)
+        assert "expert" in refusal(ckpt, tmp_path, CheckpointError, weights=weights)
+
+    def test_optimizer_files_of_two_ranks_changed_places(self, tmp_path: Path) -> None:
+        ckpt = copied("deepspeed/moe_tp2_ep4_w4", tmp_path)
+        one, two = (next(ckpt.rglob(f"*zero_pp_rank_1_mp_rank_0{mp}_optim*")) for mp in (0, 1))
+        held = one.read_bytes()
+        one.write_bytes(two.read_bytes())
+        two.write_bytes(held)
+        assert "do not round to the weights" in refusal(ckpt, tmp_path, CorruptCheckpointError)
 
 
 class TestLayersOfAPipeline:

@@ -1,7 +1,11 @@
 """Experts of deepspeed.moe and AutoEP: each global expert has a file, each expert-parallel rank its masters.
 
     layer_L_expert_E_mp_rank_MM_model_states.pt   16-bit weights of global expert E of MoE layer L
-    group with `moe`: True in *_optim_states.pt   masters of the local experts, cut over the ranks D % ep == e
+    group with `moe`: True in *_optim_states.pt   masters of the local experts, cut over the ranks R % ep == e
+
+R counts data-parallel ranks D. Under tensor parallelism experts are whole by default and spread over all ranks of
+the run, R = D * tp + MM, so that each expert has one file, of any MM; with `enable_expert_tensor_parallelism` each MM
+holds its part of every expert, and its own optimizer files count (real checkpoints of 0.19.8).
 
 Facts: DeepSpeed 0.14.4, 0.16.9, 0.19.8 (moe/, runtime/engine.py, zero/stage_1_and_2.py). Masters are named by
 local expert ids (`deepspeed_experts.0`), files by global ones; global = e * local + i. Up to 0.16.9 the model
@@ -13,7 +17,6 @@ the order is that of the files: layer, local expert, parameter. AutoEP stacks lo
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -29,7 +32,7 @@ from merge_stream.options import OpenOptions
 from merge_stream.tensors.ref import TensorRef
 from merge_stream.tensors.tables import deeper, moved, stacked
 
-__all__ = ["add_experts", "fuse_autoep", "require_no_experts"]
+__all__ = ["fuse_autoep", "lay_experts", "read_experts", "require_no_experts"]
 
 _LOCAL = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _STACK = re.compile(r"(.*\.experts\.w[123])\.(\d+)")
@@ -37,19 +40,41 @@ _GATE = ".deepspeed_moe.gate.wg.weight"
 _COPY = "copy the files of all experts here"
 
 
-def add_experts(
-    model: LocalModel, parts: Mapping[int, LocalModel], files: DeepSpeedFiles, table: FileTable, options: OpenOptions
-) -> int:
-    """Add all experts to the model; returns the bytes of metadata read."""
-    if len(parts) > 1:
-        msg = f"{files.tree.label} has experts and {len(parts)} model-parallel ranks, which is not known here"
-        raise UnsupportedError(msg, hint="convert it with DeepSpeed's ds_to_universal")
-    weights, counts, read = _read(files, table)
-    _require_experts(files, counts, model)
+def read_experts(
+    parts: Mapping[int, LocalModel], files: DeepSpeedFiles, table: FileTable, options: OpenOptions
+) -> list[LocalModel]:
+    """All experts of a model: whole, or (`enable_expert_tensor_parallelism`) the part of each tensor-parallel rank.
+
+    `parts` are the tensor-parallel ranks of the run. IncompleteShardsError when experts or files of them are missing.
+    """
+    held = _read(files, table)
+    places = {mp: {(layer, expert) for layer, expert, of in files.experts if of == mp} for mp in held}
+    cut = len(held) > 1 and all(place == places[0] for place in places.values())
+    if set(held) != set(parts):  # a save that is whole has some of every rank, also where experts are whole
+        msg = f"{files.tree.label} has expert files of {len(held)} of {len(parts)} tensor-parallel ranks"
+        raise IncompleteShardsError(msg, hint=_COPY)
+    _require_experts(files, parts[0])
+    if cut:
+        return [_with_masters(held[mp], part.optim, part, files, options) for mp, part in sorted(parts.items())]
+    whole = LocalModel(metadata_nbytes=sum(one.metadata_nbytes for one in held.values()))
+    for mp, one in held.items():
+        if twice := sorted(set(whole.tensors) & set(one.tensors)):
+            msg = f"{files.tree.label}: {twice[0]} is in an expert's file of rank {mp} and in that of another rank"
+            raise CorruptCheckpointError(msg, hint="files of two runs are mixed, or some of them are missing")
+        whole.tensors |= one.tensors
+    # neighbours in the list are neighbours among the run's ranks: all tensor-parallel ones, then the next data rank
+    optim = [rank for ranks in zip(*(part.optim for _, part in sorted(parts.items())), strict=False) for rank in ranks]
+    return [_with_masters(whole, optim, parts[0], files, options)]
+
+
+def _with_masters(
+    held: LocalModel, optim: Sequence[OptimStates], part: LocalModel, files: DeepSpeedFiles, options: OpenOptions
+) -> LocalModel:
+    """The experts of `held` with the masters of `optim`; `part` lists the parameters."""
+    model = LocalModel(states=part.states, metadata_nbytes=held.metadata_nbytes)
+    weights = held.tensors
     _stack_files(weights)
-    masters: Masters = {}
-    if options.weights != "module":
-        masters = _masters(parts[0].optim, parts[0], weights)
+    masters = _masters(optim, part, weights) if options.weights != "module" else {}
     for name, ref in weights.items():
         if name in masters:
             master = masters.pop(name)
@@ -59,15 +84,21 @@ def add_experts(
             model.tensors[name] = master
             model.twins[name] = ref
         else:
-            keeps = options.weights == "module" or not parts[0].optim
+            keeps = options.weights == "module" or not optim
             model.tensors[name] = ref if keeps else widened(ref)
     if masters:
         msg = f"{files.tree.label} has masters of experts without a file: {min(masters)} ..."
         raise IncompleteShardsError(msg, hint=_COPY)
-    model.facts["experts"] = sum(counts.values())
+    return model
+
+
+def lay_experts(model: LocalModel, experts: LocalModel, files: DeepSpeedFiles) -> None:
+    """Add the experts to the rest of the model."""
+    model.tensors |= experts.tensors
+    model.twins |= experts.twins
+    model.facts["experts"] = len({(layer, expert) for layer, expert, _ in files.experts})
     _require_gates(model, files)
     fuse_autoep(model, files)
-    return read
 
 
 def require_no_experts(parts: Mapping[int, LocalModel], files: DeepSpeedFiles) -> None:
@@ -79,38 +110,37 @@ def require_no_experts(parts: Mapping[int, LocalModel], files: DeepSpeedFiles) -
             raise IncompleteShardsError(msg, hint=_COPY)
 
 
-def _read(files: DeepSpeedFiles, table: FileTable) -> tuple[dict[str, TensorRef], Counter[int], int]:
-    """(weights by global name, experts of each layer, bytes of metadata)."""
-    weights: dict[str, TensorRef] = {}
-    counts: Counter[int] = Counter()
-    read = 0
-    for (layer, _, _), name in sorted(files.experts.items()):
+def _read(files: DeepSpeedFiles, table: FileTable) -> dict[int, LocalModel]:
+    """The weights in the expert files of each model-parallel rank, by global name."""
+    held: dict[int, LocalModel] = {}
+    for (_, _, mp), name in sorted(files.experts.items(), key=lambda item: (item[0][2], item[0])):
         source = StatesFile(name, table.index(name), open_torch_file(files.tree, name))
-        read += source.file.metadata_nbytes
-        counts[layer] += 1
+        one = held.setdefault(mp, LocalModel())
+        one.metadata_nbytes += source.file.metadata_nbytes
         tensors, _ = tensors_in(source.file.root, source)
         for key, tensor in tensors.items():
-            if key in weights:
+            if key in one.tensors:
                 msg = f"{source.where} holds {key}, which is in another expert's file too"
                 raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
-            weights[key] = plain_ref(key, tensor, source)
-    return weights, counts, read
+            one.tensors[key] = plain_ref(key, tensor, source)
+    return held
 
 
-def _require_experts(files: DeepSpeedFiles, counts: Counter[int], model: LocalModel) -> None:
+def _require_experts(files: DeepSpeedFiles, part: LocalModel) -> None:
     """As many files for each layer as the model states say."""
-    stated = model.states.state.get("num_experts") if model.states else None
+    stated = part.states.state.get("num_experts") if part.states else None
     stated = [stated] if type(stated) is int else stated  # one number for all layers, in the oldest files
     numbers = [n for n in stated if type(n) is int] if isinstance(stated, list) else []
-    for position, layer in enumerate(sorted(counts)):
+    layers = sorted({layer for layer, _, _ in files.experts})
+    for position, layer in enumerate(layers):
         there = {expert for (of, expert, _) in files.experts if of == layer}
-        wanted = numbers[position] if len(numbers) == len(counts) else max(there) + 1
+        wanted = numbers[position] if len(numbers) == len(layers) else max(there) + 1
         missing = missing_text(there, wanted)
         if missing or len(there) > wanted:
             msg = f"{files.tree.label} has {len(there)} expert files of MoE layer {max(layer, 0)}, wanted {wanted}"
             raise IncompleteShardsError(f"{msg}; missing: {missing or 'none'}", hint=_COPY)
-    if len(numbers) > len(counts):
-        msg = f"{files.tree.label} has expert files of {len(counts)} MoE layers, the model states list {len(numbers)}"
+    if len(numbers) > len(layers):
+        msg = f"{files.tree.label} has expert files of {len(layers)} MoE layers, the model states list {len(numbers)}"
         raise IncompleteShardsError(msg, hint=_COPY)
 
 

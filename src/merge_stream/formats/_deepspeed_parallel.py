@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
-from merge_stream.formats._deepspeed_experts import add_experts, fuse_autoep, require_no_experts
+from merge_stream.formats._deepspeed_experts import (
+    fuse_autoep,
+    lay_experts,
+    read_experts,
+    require_no_experts,
+)
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles
 from merge_stream.formats._deepspeed_local import LocalModel
 from merge_stream.formats._deepspeed_pipeline import add_sliced_masters, lay_under, read_layers, require_layers
@@ -54,7 +59,12 @@ def join_local_models(
     if pipeline > 1:
         whole.facts["pipeline stages"] = pipeline
     if files.experts:
-        metadata += add_experts(whole, models, files, table, options)
+        if pipeline > 1:
+            msg = f"{files.tree.label} has experts and {pipeline} pipeline stages, which number their layers anew"
+            raise UnsupportedError(msg, hint="gather the model in the training script")
+        experts = read_experts(models, files, table, options)
+        metadata += sum(one.metadata_nbytes for one in experts)
+        lay_experts(whole, _join_ranks(experts, files), files)
     else:
         require_no_experts(models, files)
         fuse_autoep(whole, files)  # stage 3 has no expert files

@@ -43,6 +43,8 @@ _MEGATRON: tuple[tuple[re.Pattern[str], Kind], ...] = (
     (re.compile(r".*position_embeddings\.weight"), "replicated"),
 )
 """Last resort: names of Megatron-DeepSpeed's layers (ds_to_universal's defaults for GPT and Llama)."""
+_WHOLE = re.compile(r".*(\.deepspeed_moe\.gate\.wg|\.coefficient)\.weight|.*\.coefficient\.bias")
+"""Modules of deepspeed.moe (moe/layer.py, sharded_moe.py), which every tensor-parallel rank holds whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class TensorParallelRules:
         return self._lists[kind].find(name) is not None
 
     def _kind(self, name: str) -> Kind:
+        if _WHOLE.fullmatch(name):
+            return "replicated"
         if not self._info:
             for pattern, kind in _MEGATRON:
                 if pattern.fullmatch(name):
