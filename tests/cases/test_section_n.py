@@ -151,3 +151,6 @@ def test_case_161_a_missing_tokenizer_is_told_at_the_start(tmp_path: Path, capsy
         assert cli.run(["plan", str(source), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert any("no tokenizer" in text for text in [*told["warnings"], *told["notes"]]) is wanted
+    base = model_folder(tmp_path / "base", llama(), llama_config())
+    assert cli.run(["plan", str(bare), "--base-model", str(base), "--json"]) == 0
+    assert "there is no tokenizer beside the checkpoint, nor in the base model" in capsys.readouterr().out

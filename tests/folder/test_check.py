@@ -334,6 +334,11 @@ def test_value_head_under_a_language_model_class(tmp_path: Path) -> None:
     assert rules(path, "error") == {"labels"}
 
 
+def test_two_heads_are_one_too_many(tmp_path: Path) -> None:
+    path = folder(tmp_path, llama() | {"score.weight": torch.ones(1, 8).bfloat16()})
+    assert "two-heads" in rules(path, "warning")
+
+
 def test_wrapped_value_head(tmp_path: Path) -> None:
     path = folder(tmp_path, llama() | {"v_head.summary.weight": torch.zeros(1, 8).bfloat16()})
     assert rules(path, "warning") == {"wrapped-head"}

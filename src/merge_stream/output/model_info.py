@@ -23,7 +23,7 @@ from merge_stream.errors import CheckpointError, CorruptCheckpointError, UsageEr
 from merge_stream.output.hub import looks_like_hub_name
 from merge_stream.output.index import INDEX_NAME
 from merge_stream.output.model_card import hub_id_of
-from merge_stream.output.side_files import SidePlan, list_folder, plan_side_files
+from merge_stream.output.side_files import SidePlan, lacking, list_folder, plan_side_files
 from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.base import FileEntry
 from merge_stream.storage.local import LocalTree
@@ -110,7 +110,7 @@ def find_model_folder(
         side_files = plan_side_files(own, base_listing if base_folder and not same else None)
         if base_folder and with_config and not same:
             notes.append("config and side files are the checkpoint's own; --base-model gives names, and what it lacks")
-        notes += _processor_remark(config or {}, side_files)
+        notes += _processor_remark(config or {}, side_files, with_base=bool(base_folder))
     info = ModelInfo(config, config_path, base_tensors)
     readme = base_listing["README.md"].path if "README.md" in base_listing else ""
     origin = "checkpoint" if config_folder in listings else "base model"
@@ -157,15 +157,13 @@ def _base(base_model: str | None) -> _Base:
     return _Base(folder, listing, name=hub_id_of(folder))
 
 
-def _processor_remark(config: Mapping[str, Any], side_files: SidePlan) -> list[str]:
+def _processor_remark(config: Mapping[str, Any], side_files: SidePlan, *, with_base: bool) -> list[str]:
     """A model that sees or hears needs a processor's settings, which trainers often leave behind."""
     if not any(isinstance(config.get(key), dict) for key in ("vision_config", "audio_config")):
         return []
     if any(file.name in _PROCESSORS for file in side_files.files):
         return []
-    return [
-        "there is no preprocessor_config.json beside the checkpoint: --base-model gives the one of the original model"
-    ]
+    return [lacking("preprocessor_config.json", with_base=with_base)]
 
 
 def _refuse_without_config(config_dirs: Sequence[str], base_folder: str) -> None:

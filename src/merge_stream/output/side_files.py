@@ -25,7 +25,16 @@ from merge_stream.storage.base import FileEntry
 from merge_stream.storage.local import natural_key
 from merge_stream.units import format_bytes
 
-__all__ = ["LARGEST", "SideFile", "SidePlan", "copy_side_files", "is_side_file", "list_folder", "plan_side_files"]
+__all__ = [
+    "LARGEST",
+    "SideFile",
+    "SidePlan",
+    "copy_side_files",
+    "is_side_file",
+    "lacking",
+    "list_folder",
+    "plan_side_files",
+]
 
 LARGEST = 256_000_000
 """Bytes; a larger file is no side file."""
@@ -126,8 +135,14 @@ def plan_side_files(checkpoint: Sequence[Mapping[str, FileEntry]], base: Mapping
         if checkpoint and before and taken:
             notes.append(f"the checkpoint's folder lacks {', '.join(taken)}: taken from the base model")
     if not any(_VOCABULARY.fullmatch(name) for name in chosen):
-        notes.append("there is no tokenizer beside the checkpoint: --base-model gives the one of the original model")
+        notes.append(lacking("tokenizer", with_base=base is not None))
     return SidePlan(tuple(chosen.values()), tuple(quantization.values()), tuple(notes))
+
+
+def lacking(what: str, *, with_base: bool) -> str:
+    """The remark about a file that a model needs and that is nowhere."""
+    where = ", nor in the base model" if with_base else ": --base-model gives the one of the original model"
+    return f"there is no {what} beside the checkpoint{where}"
 
 
 def copy_side_files(plan: SidePlan, into_folder: str) -> tuple[str, ...]:

@@ -66,6 +66,9 @@ def _architectures(folder: CheckedFolder, config: dict[str, Any]) -> Iterator[Fi
     ):
         text = f"config.json says {given[0]}, and there is no score: the head would be random"
         yield Finding("error", "config", "architectures", "transformers, vLLM", text)
+    if {"score", "lm_head"} <= heads:
+        text = f"score stands beside lm_head, and {given[0]} has one head: the other is left out, or refused"
+        yield Finding("warning", "config", "two-heads", "transformers, vLLM, SGLang, llama.cpp", text)
     wrapped = heads & {"v_head", "value_head", "reward_head"}
     if wrapped:
         text = f"{min(wrapped)} belongs to a wrapper of the trainer: engines refuse the tensors or leave them out"
