@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -256,3 +257,41 @@ class TestTags:
         torch.save({"model.a": numbered(3)}, tmp_path / "model.pt")
         with pytest.raises(UsageError, match="--tag means nothing for a torch_full checkpoint"):
             merged(tmp_path, tmp_path / "out", opening=OpenOptions(tag="x"))
+
+
+class TestWhatIsFrozen:
+    """--exclude-frozen leaves out the same with either kind of weights, or says that nothing tells."""
+
+    FROZEN: typing.ClassVar = {"model.f": numbered(3, 3, first=500)}
+
+    @pytest.mark.parametrize("weights", ["master", "module"])
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_stage_1_lists_no_frozen_ones(self, tmp_path: Path, stage: int, weights: str) -> None:
+        buffers = {"model.ids": torch.arange(4)}
+        run = ZeroRun([TENSORS], stage=stage, frozen=self.FROZEN, buffers=buffers, shared={"model.tie": "model.a"})
+        options = dataclasses.replace(NAMES_AS_THEY_ARE, write_config=False)
+        opening = OpenOptions(weights=weights, exclude_frozen=True)
+        merged(write_zero(tmp_path / "ckpt", run), tmp_path / "out", options, opening=opening)
+        trained = {name: t if weights == "master" else t.bfloat16() for name, t in TENSORS.items()}
+        assert set(content(tmp_path / "out")) == {*trained, "model.tie", "model.ids"}
+
+    @pytest.mark.parametrize("weights", ["master", "module"])
+    @pytest.mark.parametrize("case", ["pp2_z0_w2", "tp2_z0_w2"])
+    def test_without_zero_the_moments_tell(self, tmp_path: Path, case: str, weights: str) -> None:
+        """As many moments as weights: nothing was frozen. A pipeline's stages do not list their parameters."""
+        opening = OpenOptions(weights=weights, exclude_frozen=True)
+        folder = DATA / "deepspeed" / case / "ckpt"
+        if case == "pp2_z0_w2":
+            assert "--exclude-frozen" in refused(
+                folder, tmp_path, UnsupportedError, "no file tells", weights=weights, exclude_frozen=True
+            )
+        else:
+            merged(folder, tmp_path / "out", opening=opening)
+            assert len(content(tmp_path / "out")) == len(content(DATA / "deepspeed" / case / "expected"))
+
+    def test_without_an_optimizer_nothing_tells(self, tmp_path: Path) -> None:
+        folder = write_zero(tmp_path / "ckpt", ZeroRun([TENSORS], frozen=self.FROZEN))
+        path = folder / "global_step7" / "mp_rank_00_model_states.pt"
+        held = torch.load(path, weights_only=False)
+        torch.save({**held, "param_shapes": None, "frozen_param_shapes": None}, path)
+        refused(folder, tmp_path, UnsupportedError, "no file tells", weights="module", exclude_frozen=True)

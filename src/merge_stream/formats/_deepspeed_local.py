@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from merge_stream.containers.torch_tensor import PlainTensor
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
 from merge_stream.formats._deepspeed_files import DeepSpeedFiles, missing_text
+from merge_stream.formats._deepspeed_saves import (
+    COPY,
+    require_ranks,
+    require_same_save,
+    require_same_step,
+    require_stage,
+)
 from merge_stream.formats._deepspeed_states import (
     ModelStates,
     OptimStates,
@@ -30,7 +37,7 @@ from merge_stream.formats._deepspeed_states import (
 from merge_stream.formats._rank_files import ranks_text
 from merge_stream.formats._zero3_experts import router_of, stage3_masters_of_all
 from merge_stream.formats._zero_masters import Masters, flat_masters, sliced_masters, stage3_parts
-from merge_stream.formats._zero_stage0 import unpartitioned_masters
+from merge_stream.formats._zero_stage0 import moment_shapes, unpartitioned_masters
 from merge_stream.options import OpenOptions
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import F32, DType
@@ -39,7 +46,6 @@ from merge_stream.tensors.ref import ShardTable, TensorRef
 __all__ = ["LocalModel", "frozen_of", "plain_ref", "read_local_models", "widened"]
 
 _MODULE = "--weights module writes the 16-bit weights of the model states alone"
-_COPY = "copy the missing files here; if they lie on other nodes, name each node's folder with --input"
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +53,7 @@ class LocalModel:
     """Named tensors of one model-parallel rank (later: of the whole model).
 
     twins    the trainer's own copies of masters, by name: 16-bit, or the same in an fp32 run
-    frozen   names that were not trained
+    frozen   names that were not trained; `frozen_known` is false where no file tells
     states   the model states it came from, for what belongs to parallelism
     is_pipeline  names begin with the number of a layer
     """
@@ -55,6 +61,7 @@ class LocalModel:
     tensors: dict[str, TensorRef] = field(default_factory=dict)
     twins: dict[str, TensorRef] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
+    frozen_known: bool = True
     states: ModelStates | None = None
     optim: list[OptimStates] = field(default_factory=list)
     facts: dict[str, str | int] = field(default_factory=dict)
@@ -70,17 +77,17 @@ def read_local_models(files: DeepSpeedFiles, table: FileTable, options: OpenOpti
     if not ranks:
         kind = "optimizer states" if files.optim else "layer files"
         msg = f"{files.tree.label} holds {kind}, but no *_model_states.pt of a rank, which has the names and shapes"
-        raise IncompleteShardsError(msg, hint=_COPY)
+        raise IncompleteShardsError(msg, hint=COPY)
     others = {*(rank.mp for rank in files.optim), *(mp for _, _, mp in files.experts), *ranks}
     if missing := missing_text(ranks, max(others) + 1):
         msg = f"{files.tree.label} has model states of model-parallel ranks {ranks_text(ranks)}, not of {missing}"
-        raise IncompleteShardsError(msg, hint=_COPY)
+        raise IncompleteShardsError(msg, hint=COPY)
     models: dict[int, LocalModel] = {}
     for mp in ranks:
         first = models[0].states if models else None  # the global rank 0 alone writes which parameters are shared
         models[mp] = _read(files, table, options, mp, first.shared if first else {})
-    _require_same_save([model.states for model in models.values() if model.states is not None])
-    _require_same_step(models)
+    require_same_save([model.states for model in models.values() if model.states is not None])
+    require_same_step(model.optim for model in models.values())
     return models
 
 
@@ -143,9 +150,11 @@ def _module_first(
     if options.weights == "module":
         model.tensors = refs
         model.facts["weights"] = "module"
+        _mark_frozen(model, states)
         return model
     masters = _masters(files, mp, states, optim)
     if masters is None:
+        _mark_frozen(model, states)
         if any(_is_narrow(ref.dtype) for ref in refs.values()):
             model.notes.append("the checkpoint holds no fp32 masters: its 16-bit weights are merged as they are")
         model.tensors = refs
@@ -169,16 +178,32 @@ def _module_first(
     return model
 
 
+def _mark_frozen(model: LocalModel, states: ModelStates) -> None:
+    """What is frozen where no masters tell: the names that the optimizer's list lacks.
+
+    Without that list (no ZeRO) an optimizer that has as many moments as there are weights trains all of them.
+    """
+    module = states.module or {}
+    weights = {name: tensor for name, tensor in module.items() if name not in states.buffers}
+    if states.groups is None:
+        once = {(tensor.storage, tensor.offset, tensor.shape) for tensor in weights.values()}
+        model.frozen_known = not weights or len(moment_shapes(states)) == len(once)
+        return
+    listed_names = {name for group in states.groups for name in group}
+    trained = {*listed_names, *(alias for alias, owner in _aliases(states).items() if owner in listed_names)}
+    model.frozen |= set(weights) - trained
+
+
 def _masters(files: DeepSpeedFiles, mp: int, states: ModelStates, optim: Mapping[int, OptimStates]) -> Masters | None:
     """Masters by name; None when this stage keeps none."""
     if not optim:
         if states.stage in {1, 2} or any(rank.mp == mp for rank in files.optim):
             msg = f"{files.tree.label} has no optimizer states of model-parallel rank {mp}, which hold the fp32 masters"
-            raise IncompleteShardsError(msg, hint=f"{_COPY}; {_MODULE}")
+            raise IncompleteShardsError(msg, hint=f"{COPY}; {_MODULE}")
         return unpartitioned_masters(states)
     groups = max(len(rank.flats) for rank in optim.values())
-    _require_stage(optim, states, stage3=False)
-    _require_ranks(files, mp, optim)
+    require_stage(optim, states, stage3=False)
+    require_ranks(files, mp, optim)
     ranks = [optim[dp] for dp in sorted(optim)]
     if states.groups is not None and len(states.groups) != groups:
         msg = (
@@ -246,14 +271,14 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
         )
     if not optim:
         msg = f"{files.tree.label} has no optimizer states, which hold the weights of ZeRO stage 3"
-        raise IncompleteShardsError(msg, hint=_COPY)
-    _require_stage(optim, first, stage3=True)
-    _require_ranks(files, mp, optim)
+        raise IncompleteShardsError(msg, hint=COPY)
+    require_stage(optim, first, stage3=True)
+    require_ranks(files, mp, optim)
     if set(names) != set(optim):
         msg = (
             f"{files.tree.label} has model states of ranks {ranks_text(names)}, optimizer states of {ranks_text(optim)}"
         )
-        raise IncompleteShardsError(msg, hint=_COPY)
+        raise IncompleteShardsError(msg, hint=COPY)
     if first.groups is None:
         msg = f"{first.source.where} lists no parameters (param_shapes is missing)"
         raise CorruptCheckpointError(msg, hint="the save did not finish, or the file is of another kind")
@@ -261,7 +286,7 @@ def _stage3(  # noqa: PLR0917 - the files of one model-parallel rank
         if _in_order(other) != _in_order(first) or other.frozen_shapes != first.frozen_shapes:
             msg = f"{other.source.where} lists other parameters than {first.source.where}"
             raise CorruptCheckpointError(msg, hint="files of two runs are mixed")
-    _require_same_save(states)
+    require_same_save(states)
     model = LocalModel(states=first, facts=_facts(first, optim))
     model.facts["weights"] = _masters_text(optim)
     model.ignored["Python value"] += first.other
@@ -323,81 +348,12 @@ def _fill_from_module(model: LocalModel, states: ModelStates) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------- checks
-
-
-def _require_stage(optim: Mapping[int, OptimStates], states: ModelStates, *, stage3: bool) -> None:
-    """Stage 3 lays its masters out in another way, and the sizes may be the same."""
-    for rank in optim.values():
-        if (rank.stage == 3) != stage3:
-            stage = "no ZeRO stage" if rank.stage is None else f"ZeRO stage {rank.stage}"
-            other = "stage 3" if stage3 else "stage 0, 1 or 2"
-            msg = f"{rank.source.where} is of {stage}, but {states.source.where} of {other}"
-            raise CorruptCheckpointError(msg, hint="files of two runs are mixed: copy all files of one save again")
-
-
-def _require_ranks(files: DeepSpeedFiles, mp: int, optim: Mapping[int, OptimStates]) -> None:
-    """As many ranks as the flat tensors were cut into, and one step."""
-    ranks = [optim[dp] for dp in sorted(optim)]
-    first = ranks[0]
-    for other in ranks[1:]:
-        for what, one, two in (
-            ("groups of masters", len(first.flats), len(other.flats)),
-            ("ZeRO stage", first.stage, other.stage),
-            ("partition_count", first.partitions, other.partitions),
-            ("masters of type", first.dtype, other.dtype),
-        ):
-            if one != two:
-                msg = f"{first.source.where} has {what} {one}, {other.source.where} {two}"[:600]
-                raise CorruptCheckpointError(msg, hint="files of two runs are mixed: copy all files of one save again")
-    world = max(first.partitions, default=0) or max(optim) + 1
-    if missing := missing_text(optim, world):
-        msg = (
-            f"{files.tree.label} has optimizer states of ranks {ranks_text(optim)} of {world} (model-parallel rank "
-            f"{mp}); those of ranks {missing} are missing"
-        )
-        raise IncompleteShardsError(msg, hint=_COPY)
-    extra = {dp for dp in optim if dp >= world}
-    if extra:
-        msg = f"{files.tree.label} has optimizer states of ranks {ranks_text(extra)}, but the run had {world} ranks"
-        raise CorruptCheckpointError(msg, hint="files of an earlier, larger run are mixed in: remove them")
-
-
-def _require_same_save(states: Sequence[ModelStates]) -> None:
-    """What every file of a save says alike: its step, and the size of the run."""
-    first = states[0]
-    for other in states[1:]:
-        for key in ("global_steps", "dp_world_size", "mp_world_size"):
-            one, two = first.number(key), other.number(key)
-            if one != two:
-                msg = f"{first.source.where} has {key} {one}, {other.source.where} {two}: files of two saves are mixed"
-                raise CorruptCheckpointError(msg, hint="copy all files of one save again")
-
-
-def _require_same_step(models: Mapping[int, LocalModel]) -> None:
-    """No trace but the optimizer's step tells files of two saves apart."""
-    known: tuple[str, frozenset[int]] | None = None
-    for model in models.values():
-        for rank in model.optim:
-            if not rank.steps:
-                continue
-            if known is None:
-                known = rank.source.where, rank.steps
-            elif known[1] != rank.steps:
-                msg = (
-                    f"{rank.source.where} is of step {_text(rank.steps)}, {known[0]} of step {_text(known[1])}: "
-                    "files of two saves are mixed"
-                )
-                raise CorruptCheckpointError(msg, hint="copy all files of one save again")
+# ------------------------------------------------------------------------------------------- facts
 
 
 def _masters_text(optim: Mapping[int, OptimStates]) -> str:
     dtype = next((rank.dtype for rank in optim.values()), F32)
     return "fp32 masters" if dtype == F32 else f"{dtype} masters, widened to fp32"
-
-
-def _text(steps: Iterable[int]) -> str:
-    return " and ".join(map(str, sorted(steps)))
 
 
 def _facts(states: ModelStates, optim: Mapping[int, OptimStates]) -> dict[str, str | int]:

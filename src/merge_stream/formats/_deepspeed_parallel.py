@@ -50,9 +50,8 @@ def join_local_models(
         states = models[0].states
         for held in layers.values():
             held.states = states
-        lay_under(
-            whole, _join_ranks([layers[rank] for rank in range(tensor)], files), module=options.weights == "module"
-        )
+        held = _join_ranks([layers[rank] for rank in range(tensor)], files)
+        lay_under(whole, held, module=options.weights == "module", trained=_trained(models))
         whole.is_pipeline = True
     if tensor > 1:
         whole.facts["tensor-parallel ranks"] = tensor
@@ -99,6 +98,16 @@ def degrees(models: Mapping[int, LocalModel], files: DeepSpeedFiles) -> tuple[in
     return pipeline, tensor
 
 
+def _trained(models: Mapping[int, LocalModel]) -> set[str] | None:
+    """What the optimizers of all ranks list; None when one has no list."""
+    found: set[str] = set()
+    for model in models.values():
+        if model.states is None or model.states.groups is None:
+            return None
+        found.update(name for group in model.states.groups for name in group)
+    return found
+
+
 def _join_ranks(parts: Sequence[LocalModel], files: DeepSpeedFiles) -> LocalModel:
     """One stage, from its tensor-parallel ranks."""
     first = parts[0]
@@ -113,6 +122,7 @@ def _join_ranks(parts: Sequence[LocalModel], files: DeepSpeedFiles) -> LocalMode
     states = first.states
     rules = TensorParallelRules(states.state if states else {}, len(parts), files.tree.label)
     joined = LocalModel(frozen=first.frozen, states=states, facts=first.facts, ignored=first.ignored, notes=first.notes)
+    joined.frozen_known = all(part.frozen_known for part in parts)
     for name in first.tensors:
         joined.tensors[name] = rules.join(name, [part.tensors[name] for part in parts])
         if all(name in part.twins for part in parts):
@@ -141,5 +151,6 @@ def _join_stages(stages: Sequence[LocalModel], files: DeepSpeedFiles) -> LocalMo
                 copies = tensor.shards
                 whole.tensors[name] = TensorRef(name, known.dtype, known.shape, known.shards, copies, known.stored)
         whole.frozen |= model.frozen
+        whole.frozen_known &= model.frozen_known
         whole.notes += [note for note in model.notes if note not in whole.notes]
     return whole

@@ -102,10 +102,11 @@ def _leaf(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith(_TIED) else name.split(".", 1)[1]
 
 
-def lay_under(whole: LocalModel, layers: LocalModel, *, module: bool) -> None:
+def lay_under(whole: LocalModel, layers: LocalModel, *, module: bool, trained: set[str] | None) -> None:
     """The layers' weights below the masters of all stages; without masters they are the model.
 
-    What no optimizer has is frozen. A tied layer's weight is compared with its tied master.
+    What no optimizer has is frozen: by the masters, else by the names that were `trained` where a file lists them. A
+    tied layer's weight is compared with its tied master.
     """
     masters = dict(whole.tensors)
     tied = [name for name in masters if name.startswith(_TIED)]
@@ -114,14 +115,19 @@ def lay_under(whole: LocalModel, layers: LocalModel, *, module: bool) -> None:
             whole.twins.setdefault(known, ref)
         elif name not in masters:
             whole.tensors[name] = ref if module or not masters else widened(ref)
-            if masters:
+            if masters or (trained is not None and not _is_listed(name, trained)):
                 whole.frozen.add(name)
         elif masters[name].shape != ref.shape:
             two = f"{list(ref.shape)} in its layer file, {list(masters[name].shape)} in the optimizer's list"
             raise CorruptCheckpointError(f"{name} is {two}", hint="files of two runs are mixed")
         else:
             whole.twins[name] = ref
+    whole.frozen_known = whole.frozen_known and (bool(masters) or trained is not None)
     whole.ignored += layers.ignored
+
+
+def _is_listed(name: str, trained: set[str]) -> bool:
+    return name in trained or any(other.startswith(_TIED) and _leaf(other) == _leaf(name) for other in trained)
 
 
 def _tied_master(name: str, ref: TensorRef, tied: list[str], masters: Mapping[str, TensorRef]) -> str | None:

@@ -75,6 +75,11 @@ class DeepSpeed:
         self, tree: ByteTree, files: DeepSpeedFiles, table: FileTable, model: LocalModel, options: OpenOptions
     ) -> Catalog:
         where = files.tree.label
+        if options.exclude_frozen and not model.frozen_known:
+            msg = f"{where}: no file tells which parameters were frozen (there is no param_shapes without ZeRO)"
+            raise UnsupportedError(
+                msg, hint="merge without --exclude-frozen, or with --weights master if it was not so"
+            )
         chosen = select_model({name: (name,) for name in model.tensors}, options.root, where)
         clean = clean_names(chosen.names.values(), where)
         tensors: dict[str, TensorRef] = {}
