@@ -131,7 +131,7 @@ def execute(
                 job.encoding,
                 budget=budget,
                 segment_bytes=memory.segment,
-                observer=observer,
+                observer=governor.counted,
                 stop=stop,
                 largest=largest.magnitudes,
             )
@@ -204,7 +204,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         },
         memory_bound=memory.bound,
         memory_pressure=staged.governor.text,
-        timeline=[(s.seconds, s.rss, s.slabs) for s in staged.governor.samples],
+        timeline=[(s.seconds, s.rss, s.slabs, s.done) for s in staged.governor.samples],
         verified=verified,
         warnings=job.warnings,
         notes=(*job.plan.notes, *written.notes, *left_over),

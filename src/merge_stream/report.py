@@ -26,8 +26,8 @@ class Report:
     `io` holds the bytes of sources by how the workers read them: "pread", "mmap".
     `verified` lists in words what was checked; `memory` holds bytes: allowed, projected,
     reserved and peak of the whole process; `memory_bound` says whose limit "allowed" is,
-    `memory_pressure` what the governor did (empty: nothing); `timeline` samples of resident memory. `checksums`
-    maps each weight file to its "crc32c" and, where asked for, "sha256", in hex;
+    `memory_pressure` what the governor did (empty: nothing); `timeline` samples: seconds from
+    the start, resident bytes, slabs in use, bytes written by then. `checksums` maps each weight file to its "crc32c" and, where asked for, "sha256", in hex;
     `source_checksums` counts what `--check-crc` compared (None without it).
     """
 
@@ -50,7 +50,7 @@ class Report:
     memory: Mapping[str, int] = field(default_factory=dict)
     memory_bound: str = "--max-mem"
     memory_pressure: str = ""
-    timeline: Sequence[tuple[float, int, int]] = ()
+    timeline: Sequence[tuple[float, int, int, int]] = ()
     verified: Sequence[str] = ()
     warnings: Sequence[str] = ()
     notes: Sequence[str] = ()

@@ -213,7 +213,7 @@ def _report(job: Job, store: str, staged: Staged | None) -> Report:
     report.written_nbytes = staged.executed.written_nbytes
     report.resumed_nbytes = staged.executed.resumed_nbytes
     report.seconds = time.monotonic() - staged.started
-    report.timeline = [(s.seconds, s.rss, s.slabs) for s in staged.governor.samples]
+    report.timeline = [(s.seconds, s.rss, s.slabs, s.done) for s in staged.governor.samples]
     return report
 
 

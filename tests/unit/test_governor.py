@@ -8,7 +8,7 @@ import pytest
 
 from merge_stream.engine import governor as module
 from merge_stream.engine.budget import MemoryBudget
-from merge_stream.engine.events import Event, Parked
+from merge_stream.engine.events import Event, Parked, Progress
 from merge_stream.engine.governor import Governor
 from merge_stream.engine.limits import Limit
 from merge_stream.engine.memory import MemoryPlan, resident
@@ -80,3 +80,18 @@ def test_all_slabs_are_free_again_behind_it(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_when_memory_is_scarce(total: int, scarce: int) -> None:
     assert module._scarce(total) == scarce
+
+
+def test_samples_tell_what_was_written_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Event] = []
+    monkeypatch.setattr(module, "free_memory", lambda: PLENTY)
+    governor = Governor(MemoryBudget(slots=3, slab_bytes=1 << 20), plan(1 << 40, 1 << 39), seen.append)
+    events = [Progress(5, resumed=True), Progress(70), Progress(30)]
+    with governor:
+        for event in events:
+            governor.counted(event)
+        end = time.monotonic() + 5
+        while (not governor.samples or governor.samples[-1].done < 100) and time.monotonic() < end:
+            time.sleep(0.005)
+    assert governor.samples[-1].done == 100
+    assert seen == events

@@ -15,7 +15,7 @@ from typing import Self
 import psutil
 
 from merge_stream.engine.budget import MemoryBudget
-from merge_stream.engine.events import Observer, Parked
+from merge_stream.engine.events import Event, Observer, Parked, Progress
 from merge_stream.engine.limits import available_limit, free_memory
 from merge_stream.engine.memory import MemoryPlan
 from merge_stream.units import format_duration
@@ -31,11 +31,12 @@ _MOST_SAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """`rss` bytes of this process `seconds` after the start, with `slabs` allowed."""
+    """`rss` bytes of this process `seconds` after the start, with `slabs` allowed; `done` bytes were written by then."""
 
     seconds: float
     rss: int
     slabs: int
+    done: int = 0
 
 
 class Governor:
@@ -54,6 +55,7 @@ class Governor:
         self._thread = threading.Thread(target=self._watch, name="governor", daemon=True)
         self._process = psutil.Process()
         self.samples: list[MemorySample] = []
+        self._done = 0
         self.peak = 0
         self.parked = 0
         self.parked_seconds = 0.0
@@ -76,6 +78,12 @@ class Governor:
             return ""
         fewest = f"{self.fewest} of {self._budget.slots} slabs in use at the least"
         return f"{self.why} was short of memory for {format_duration(self.parked_seconds)}: {fewest}"
+
+    def counted(self, event: Event) -> None:
+        """An observer that counts what is written, and passes on."""
+        if isinstance(event, Progress) and not event.resumed:
+            self._done += event.nbytes
+        self._observer(event)
 
     def _watch(self) -> None:
         seconds, every = 0.0, _EVERY_SECONDS
@@ -104,7 +112,7 @@ class Governor:
         if now != before:
             self._observer(Parked(now, self._budget.slots, why or self.why))
         self.peak = max(self.peak, rss)
-        self.samples.append(MemorySample(seconds, rss, now))
+        self.samples.append(MemorySample(seconds, rss, now, self._done))
 
 
 def _scarce(total: int) -> int:
