@@ -41,8 +41,8 @@ from bench.outputs import (
     digests_of_torch_file,
     digests_of_weights,
 )
-from bench.synthetic import Layout, Synthetic, make_checkpoint
 from bench.tables import markdown, replace_between_markers
+from merge_stream.benchmark.synthetic import Layout, Synthetic, make_checkpoint
 
 __all__ = ["Goal", "Outcome", "main"]
 

@@ -34,8 +34,8 @@ from bench import measure
 from bench.measure import Contender, Run, Spread
 from bench.outputs import differences, digests_of_synthetic, digests_of_weights
 from bench.read_ways import WAYS
-from bench.synthetic import Synthetic, make_checkpoint
 from bench.tables import replace_between_markers
+from merge_stream.benchmark.synthetic import Synthetic, make_checkpoint
 
 __all__ = ["main"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import xxhash
 
-from bench.synthetic import Synthetic
+from merge_stream.benchmark.synthetic import Synthetic
 
 __all__ = ["differences", "digests_of_synthetic", "digests_of_torch_file", "digests_of_weights"]
 

@@ -8,7 +8,7 @@
     megatron      DeepSeek-V3 in torch_dist, TP 8, PP 16, EP 32: 48,000 chunks
 
 `plan` and `inspect` run in fresh processes, warm (the files were just made), under --max-mem 4G. Making the
-checkpoints takes most of the time: 2 minutes for llama-405b, 10 for deepseek-v3, and 8 GB of disk for all.
+checkpoints takes most of the time: 2 minutes for llama-405b, 14 for deepseek-v3, and 17 GB of disk for all.
 A *record* is a tensor in one rank's file, or a chunk.
 """
 
@@ -59,7 +59,7 @@ CASES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.planning", description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=pathlib.Path, required=True, help="folder on a disk with 8 GB; made if needed")
+    parser.add_argument("--work", type=pathlib.Path, required=True, help="folder on a disk with 17 GB; made if needed")
     parser.add_argument("--only", choices=CASES, action="append", help="may be repeated")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints, and take those that are there")

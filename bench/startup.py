@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 
 from bench import measure
-from bench.synthetic import make_checkpoint
+from merge_stream.benchmark.synthetic import make_checkpoint
 
 __all__ = ["main"]
 

@@ -16,10 +16,10 @@ import torch
 
 from bench import measure, read_ways
 from bench.read_ways import WAYS
-from bench.shapes import SHAPES, model_of
-from bench.synthetic import Layout, Synthetic, as_rank, main, make_checkpoint
 from bench.tables import replace_between_markers
-from bench.values import Values
+from merge_stream.benchmark.shapes import SHAPES, model_of
+from merge_stream.benchmark.synthetic import Layout, Synthetic, as_rank, main, make_checkpoint
+from merge_stream.benchmark.values import Values
 
 RANKS = 4
 RANK_LAYOUTS = ("fsdp2", "shard1", "hsdp", "tp")

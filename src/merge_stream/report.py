@@ -24,11 +24,11 @@ class Report:
     """The result of a merge; `as_json` for machines, `lines` for people.
 
     `io` holds the bytes of sources by how the workers read them: "pread", "mmap".
-    `verified` lists in words what was checked; `memory` holds bytes: allowed, projected,
-    reserved and peak of the whole process; `memory_bound` says whose limit "allowed" is,
-    `memory_pressure` what the governor did (empty: nothing); `timeline` samples: seconds from
-    the start, resident bytes, slabs in use, bytes written by then. `checksums` maps each weight file to its "crc32c" and, where asked for, "sha256", in hex;
-    `source_checksums` counts what `--check-crc` compared (None without it).
+    `verified` lists in words what was checked; `memory` holds bytes: allowed, projected, reserved and peak of the whole
+    process; `memory_bound` says whose limit "allowed" is, `memory_pressure` what the governor did (empty: nothing);
+    `timeline` samples: seconds from the start, resident bytes, slabs in use, bytes written by then. `checksums` maps
+    each weight file to its "crc32c" and, where asked for, "sha256", in hex; `source_checksums` counts what
+    `--check-crc` compared (None without it).
     """
 
     out: str

@@ -31,7 +31,7 @@ _MOST_SAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """`rss` bytes of this process `seconds` after the start, with `slabs` allowed; `done` bytes were written by then."""
+    """`rss` bytes of this process `seconds` after the start, with `slabs` allowed and `done` bytes written."""
 
     seconds: float
     rss: int

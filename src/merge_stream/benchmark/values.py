@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Values"]
+__all__ = ["Raw", "Values"]
 
 _BLOCK = 1_000_003
 _BAND_BYTES = 4 << 20

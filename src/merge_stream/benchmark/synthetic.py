@@ -2,8 +2,8 @@
 
 Every rank file is written by `torch.save` from DTensors that stand on a real DeviceMesh of a fake process
 group, so a reader meets exactly what a trainer's ranks would have left: names, classes, meshes, placements,
-padded storages, checksums. Only the values are made up (`bench.values`), and they can be made again for any region,
-so a merge can be checked without keeping a second copy.
+padded storages, checksums. Only the values are made up (`benchmark.values`), and they can be made again for any
+region, so a merge can be checked without keeping a second copy.
 
     fsdp2    verl rank files, Shard(0), padded storages as FSDP2 keeps them
     shard1   the same with Shard(1) wherever the ranks divide dim 1 (verl's placement function)
@@ -14,7 +14,7 @@ so a merge can be checked without keeping a second copy.
 
 Memory: about 350 MB (torch) + one rank's share. `full` is written in place, region by region.
 
-    python -m bench.synthetic OUT --shape llama-1b --ranks 8 --layout fsdp2 --dtype float32
+    python -m merge_stream.benchmark.synthetic OUT --shape llama-1b --ranks 8 --layout fsdp2 --dtype float32
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, get_args
 
 import numpy as np
 
-from bench.shapes import SHAPES, Model, model_of
-from bench.values import Values
+from merge_stream.benchmark.shapes import SHAPES, Model, model_of
+from merge_stream.benchmark.values import Raw, Values
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +185,7 @@ def _dtensor(local: torch.Tensor, shape: tuple[int, ...], placed: _Placed) -> to
         strides[d] = strides[d + 1] * shape[d + 1]
     meta = TensorMeta(torch.Size(shape), tuple(strides), local.dtype)
     spec = DTensorSpec(placed.mesh, placed.placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-any-return, call-arg]
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -249,12 +249,14 @@ def _placer(layout: str, ranks: int) -> Callable[[str, tuple[int, ...]], _Placed
 def _write_dcp(folder: pathlib.Path, model: Model, values: Values, dtype: str, ranks: int) -> None:
     """What `dcp.save` does on `ranks` ranks, each step for all ranks in turn; data is made when it is written."""
     import torch
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     class LazyPlanner(DefaultSavePlanner):
         """Plans on tensors without data, and makes the data of a chunk when the writer asks for it."""
 
         def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+            assert write_item.tensor_data is not None
             chunk, name = write_item.tensor_data.chunk, write_item.index.fqn
             start, stop = chunk.offsets, [o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True)]
             box = values.box(model.tied.get(name, name), model.parameters[name], start, stop)
@@ -348,14 +350,14 @@ def _fill(file: BinaryIO, record: _Record, name: str, shape: tuple[int, ...], va
         msg = f"{name}: torch left room for {record.nbytes} bytes, {total * values.itemsize} are needed"
         raise RuntimeError(msg)
     step = _PIECE_BYTES // values.itemsize
-    piece = np.empty(step, np.uint32 if values.itemsize == 4 else np.uint16)
+    piece: Raw = np.empty(step, np.uint32) if values.itemsize == 4 else np.empty(step, np.uint16)
     checksum = 0
     file.seek(record.offset)
     for start in range(0, total, step):
         part = piece[: min(step, total - start)]
         values.flat(name, start, part)
-        checksum = zlib.crc32(part, checksum)
-        file.write(part)
+        checksum = zlib.crc32(part.data, checksum)
+        file.write(part.data)
     descriptor = file.tell()
     if file.read(4) == b"PK\x07\x08":
         file.seek(descriptor + 4)
@@ -369,7 +371,7 @@ def _fill(file: BinaryIO, record: _Record, name: str, shape: tuple[int, ...], va
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.synthetic", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", help="new folder")
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b")
     parser.add_argument("--ranks", type=int, default=8)
