@@ -35,6 +35,7 @@ LAYERS = (
         "forecast",
         "inspection",
         "memory_files",
+        "prediction",
         "vocabulary",
         "preflight",
         "through_store",

@@ -100,6 +100,7 @@ opening = _all(
         help="The optimizer's fp32 masters, or the weights as trained. Default: masters, where they are saved.",
     ),
     click.option("--exclude-frozen", is_flag=True, help="Leave out parameters that were not trained (DeepSpeed)."),
+    click.option("--no-mtp", is_flag=True, help="Leave out the layers of multi-token prediction (Megatron)."),
     click.option("--rules", type=WORDS, metavar="FILE.toml", help="Your own table of names, where none is known."),
 )
 
@@ -253,6 +254,7 @@ def open_options(given: Mapping[str, Any]) -> OpenOptions:
         given["weights"],
         given["exclude_frozen"],
         given["rules"],
+        given["no_mtp"],
     )
 
 

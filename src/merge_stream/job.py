@@ -43,6 +43,7 @@ from merge_stream.planning.quantize import QuantizedWeights, choose_weights
 from merge_stream.planning.resolve import check_shards, resolve
 from merge_stream.planning.segments import largest_band, most_columns
 from merge_stream.planning.store_layout import in_bands
+from merge_stream.prediction import with_true_prediction
 from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.storage.local import LocalSource
 from merge_stream.tensors.dtype import F32
@@ -101,6 +102,7 @@ def make_plan(
             catalog.config_dirs, options.base_model, write_config=options.write_config, allowance=allowance
         )
         catalog, folder = with_true_vocabulary(catalog, folder)
+        folder = with_true_prediction(catalog, folder)
         if adapter_alone:
             catalog = with_base_weights(
                 catalog, options.base_model, folder.base_folder, folder.info, max_mem=options.max_mem

@@ -81,7 +81,7 @@ def _integrity(tree: LocalTree) -> tuple[ChecksumReader, ...]:
 def _require_meaning(found: Found, options: OpenOptions) -> None:
     """UsageError for an option that means nothing for this format."""
     known: frozenset[str] = getattr(found.format, "own_options", frozenset())
-    for name in ("tag", "weights", "exclude_frozen"):
+    for name in ("tag", "weights", "exclude_frozen", "no_mtp"):
         if getattr(options, name) and name not in known:
             msg = f"--{name.replace('_', '-')} means nothing for a {found.format.name} checkpoint ({found.tree.label})"
             raise UsageError(msg, hint="leave the option out")

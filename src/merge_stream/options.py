@@ -46,6 +46,7 @@ class OpenOptions:
     tag             which save of a DeepSpeed run, where `latest` does not tell
     weights         "master": fp32 masters; "module": the weights as trained; None: masters, where there are any
     exclude_frozen  leave parameters out that were not trained
+    no_mtp          leave layers of multi-token prediction out
     rules           a user's table of names (TOML), or None for the tables of merge-stream
     """
 
@@ -57,6 +58,7 @@ class OpenOptions:
     weights: WeightsName | None = None
     exclude_frozen: bool = False
     rules: str | None = None
+    no_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,10 @@ import re
 from dataclasses import replace
 
 from merge_stream.architectures.base import ModelInfo, Named, class_names
+from merge_stream.architectures.base_match import compare_with_base
 from merge_stream.architectures.megatron_rules import Copies, HeadNorm, QkvConcat, QkvGroups
 from merge_stream.architectures.megatron_tables.base import MegatronFamily, MegatronTable, Rules
+from merge_stream.architectures.refusals import other_model_error
 from merge_stream.architectures.rules import Drop, Rename, Rule, convert
 from merge_stream.architectures.structure import text_value
 from merge_stream.discovery import members_of
@@ -59,6 +61,11 @@ class Megatron:
         shapes = {name: tensor.shape for name, tensor in catalog.tensors.items()}
         if layout == "as-is":
             return Mapping(self.name, tuple(identity(name, shape) for name, shape in shapes.items()))
+        if adapters := [name for name in shapes if ".adapter." in name]:
+            count = counted(len(adapters), "tensor")
+            msg = f"the checkpoint holds adapters of Megatron-Bridge ({count}: {adapters[0]} ...)"
+            hint = "fold them with Megatron-Bridge (merge_lora) or export them there (export_adapter_ckpt), then merge"
+            raise UnsupportedError(f"{msg}, which are no weights of the model", hint=hint)
         if model.config is None:
             msg = "Megatron's names are those of no repository, and without config.json the family is not known"
             raise UnsupportedError(msg, hint=f"pass --base-model DIR with a config.json; {_HINT}")
@@ -80,7 +87,14 @@ class Megatron:
             count = counted(len(left), "name has", "names have")
             msg = f"{count} no place in {family.name} ({model.model_type}): {named}"
             raise UnsupportedError(msg, hint=_HINT)
-        copies = tuple(copy for rule in rules if isinstance(rule, Copies) for copy in rule.added(shapes))
+        base = model.base_tensors or {}
+        copies = tuple(
+            copy
+            for rule in rules
+            if isinstance(rule, Copies)
+            for copy in rule.added(shapes)
+            if not base or copy.name in base
+        )
         notes = [f"names of Megatron mapped to those of {model.model_type} ({counted(len(shapes), 'tensor')})"]
         if not family.proof:
             notes.append(
@@ -97,6 +111,11 @@ class Megatron:
         for reason in dict.fromkeys(converted.dropped.values()):
             names = [name for name, why in converted.dropped.items() if why == reason]
             notes.append(f"{', '.join(names)} is left out: {reason}")
+        if base:
+            match = compare_with_base({p.name: p.shape for p in (*converted.parameters, *copies)}, model)
+            if not match.fits:
+                raise other_model_error(match)
+            notes += match.notes
         return Named(
             f"{self.name}, {family.name}",
             (*converted.parameters, *copies),

@@ -6,7 +6,8 @@
 
 Bytes items (`X._extra_state/shard_0_4`, `common_state`, `rng_state`) are skipped by type. With `--weights master`
 the fp32 masters of a fully reshardable optimizer (`optimizer.state.param.<key>`, shape and chunks of the weight; core
-0.15 and newer) take the place of the weights; other optimizers keep them in buffers without names.
+0.15 and newer) or of a flattened one (`optimizer.state.fp32_param.<key>`, core up to 0.15; `_megatron_flat`) take the
+place of the weights; other optimizers keep them in buffers without names.
 
 Facts: megatron-core 0.9 to 0.19 (real files).
 """
@@ -14,12 +15,14 @@ Facts: megatron-core 0.9 to 0.19 (real files).
 from __future__ import annotations
 
 import contextlib
+import re
 
 from merge_stream.containers.torch_file import open_torch_file
-from merge_stream.errors import IncompleteShardsError, MergeStreamError, UnsupportedError
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, MergeStreamError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
 from merge_stream.formats._dcp_metadata import COMMON_STATE, DcpMetadata, metadata_files, read_metadata
 from merge_stream.formats._dcp_tensors import ModelChunks
+from merge_stream.formats._megatron_flat import unflattened
 from merge_stream.formats._megatron_names import noise_of
 from merge_stream.formats._megatron_raw import Raw, arguments_of, facts_of
 from merge_stream.options import OpenOptions
@@ -28,8 +31,7 @@ from merge_stream.tensors.dtype import F32
 
 __all__ = ["read_dist"]
 
-_MASTER = "optimizer.state.param."
-_FLAT_MASTER = "optimizer.state.fp32_param."
+_MASTER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>param|fp32_param)\.(?P<key>.+)")
 _MODULE = "leave --weights master out: the weights of the model are there"
 
 
@@ -45,12 +47,17 @@ def read_dist(tree: ByteTree, table: FileTable, options: OpenOptions, *, unprefi
     if plain and unprefixed is False:
         msg = f"{tree.label} has no metadata.json, which Megatron-core writes last: the save did not finish"
         raise IncompleteShardsError(msg, hint="take an earlier iteration, or copy the file if it was left behind")
-    wanted = {key: key for key in keys}
-    if options.weights == "master" and unprefixed:
-        wanted = _masters(tree, meta, keys)
+    masters = _masters(tree, meta, keys) if options.weights == "master" and unprefixed else {}
+    chunks = ModelChunks(tree, meta, dict.fromkeys((*keys, *masters.values())), table)
+    raw.tensors = {key: chunks.tensor(key, key) for key in keys}
+    if masters:
         raw.facts["weights"] = "fp32 masters"
-    chunks = ModelChunks(tree, meta, dict.fromkeys(wanted.values()), table)
-    raw.tensors = {key: chunks.tensor(source, key) for key, source in wanted.items()}
+        raw.twins = {key: raw.tensors[key] for key in masters if meta.tensors[key].dtype != F32}
+    for key, source in masters.items():
+        if _is_flat(source):
+            raw.tensors[key] = unflattened(key, chunks.tensor(source, source), meta.tensors[key].size)
+        else:
+            raw.tensors[key] = chunks.tensor(source, key)
     raw.metadata_nbytes += chunks.read_nbytes
     raw.checksums = (chunks.checksums,)
     raw.facts["chunks"] = chunks.count
@@ -64,23 +71,34 @@ def read_dist(tree: ByteTree, table: FileTable, options: OpenOptions, *, unprefi
 
 
 def _masters(tree: ByteTree, meta: DcpMetadata, keys: list[str]) -> dict[str, str]:
-    """Key of each weight -> key of its fp32 master."""
-    found = {key: _MASTER + key for key in keys if _MASTER + key in meta.tensors}
+    """Key of each weight that has one -> key of its fp32 master."""
+    there = set(keys)
+    found: dict[str, str] = {}
+    for name in meta.tensors:
+        match = _MASTER.fullmatch(name)
+        if match is None or match["key"] not in there:
+            continue
+        if found.setdefault(match["key"], name) != name:
+            raise CorruptCheckpointError(f"{tree.label} has two masters of {match['key']}", hint=_MODULE)
     if not found:
-        flat = any(key.startswith(_FLAT_MASTER) for key in meta.tensors)
         buffers = any(".gbuf_idx_" in key for key in meta.tensors)
-        what = "flattened" if flat else "in buffers without names" if buffers else "not saved"
+        what = "in buffers without names" if buffers else "not saved"
         msg = f"{tree.label}: the optimizer's fp32 masters are {what}, so they cannot be taken"
         raise UnsupportedError(msg, hint=_MODULE)
     for key, master in found.items():
-        if meta.tensors[master].size != meta.tensors[key].size:
+        if not _is_flat(master) and meta.tensors[master].size != meta.tensors[key].size:
             msg = f"{tree.label}: {master} is {list(meta.tensors[master].size)}, {key} {list(meta.tensors[key].size)}"
             raise UnsupportedError(msg, hint=_MODULE)
     lost = [key for key in keys if key not in found and meta.tensors[key].dtype != F32]
     if lost:
         msg = f"{tree.label}: the optimizer has no masters of {listed(lost, most=3)}"
         raise UnsupportedError(msg, hint=_MODULE)
-    return {key: found.get(key, key) for key in keys}
+    return found
+
+
+def _is_flat(master: str) -> bool:
+    match = _MASTER.fullmatch(master)
+    return match is not None and match["kind"] == "fp32_param"
 
 
 def _all_wide(raw: Raw) -> bool:

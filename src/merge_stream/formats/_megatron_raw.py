@@ -30,9 +30,14 @@ _ARGUMENTS = {
 
 @dataclass(slots=True)
 class Raw:
-    """`module_dtype` is "config" when masters stand for the weights of a 16-bit model."""
+    """What was read.
+
+    `twins` are the weights beside fp32 masters; `module_dtype` is "config" when masters stand for the weights of a
+    16-bit model.
+    """
 
     tensors: dict[str, TensorRef] = field(default_factory=dict)
+    twins: dict[str, TensorRef] = field(default_factory=dict)
     facts: dict[str, str | int] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)

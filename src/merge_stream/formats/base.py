@@ -36,7 +36,7 @@ class CheckpointFormat(Protocol):
        CheckpointError. It runs no code from the checkpoint and reads no bulk bytes.
 
     A format may have `own_options`: names of fields of OpenOptions that mean nothing elsewhere
-    and that it heeds ("tag", "weights", "exclude_frozen").
+    and that it heeds ("tag", "weights", "exclude_frozen", "no_mtp").
     """
 
     name: str

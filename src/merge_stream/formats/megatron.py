@@ -47,7 +47,7 @@ class Megatron:
 
     name = "megatron"
     summary = "Megatron: core torch_dist and zarr, Megatron-FSDP, mp_rank_*/model_optim_rng.pt; verl, NeMo 2 folders"
-    own_options = frozenset({"weights"})
+    own_options = frozenset({"weights", "no_mtp"})
 
     def detect(self, tree: ByteTree) -> Detection | None:
         """By trackers, metadata.json, names of files and, where need be, names in the metadata."""
@@ -72,11 +72,17 @@ class Megatron:
         else:
             raw = read_dist(here, table, options, unprefixed=found.layout == "torch_dist")
         model = canonical(raw.tensors)
+        twins = canonical(raw.twins).tensors
         if not model.tensors:
             msg = f"{here.label} holds no weights of a model: {dict(model.ignored)}"
             raise IncompleteShardsError(msg, hint="it holds the optimizer's state; pass the model's folder")
+        prediction = [name for name in model.tensors if name.startswith("mtp.")] if options.no_mtp else []
+        for name in prediction:
+            del model.tensors[name]
         clean_names(model.tensors, here.label)
         ignored = raw.ignored + model.ignored
+        if prediction:
+            ignored["multi-token prediction (--no-mtp)"] = len(prediction)
         facts = {"layout": found.layout, **_settings(tree, found.folder), **raw.facts}
         dirs = [str(Path(here.label))]
         for folder in found.configs:
@@ -93,8 +99,10 @@ class Megatron:
             config_dirs=tuple(dict.fromkeys((*config_dirs(here), *dirs[1:], *config_dirs(tree)))),
             metadata_nbytes=raw.metadata_nbytes,
             checksums=raw.checksums,
+            twins={name: twin for name, twin in twins.items() if name in model.tensors},
             padded_vocabulary="any",
             module_dtype=raw.module_dtype,
+            no_prediction=options.no_mtp,
         )
 
 

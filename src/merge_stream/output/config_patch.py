@@ -22,8 +22,17 @@ from merge_stream.architectures.structure import TEXT_NESTS
 from merge_stream.output.class_names import class_for
 from merge_stream.tensors.dtype import DType
 
-__all__ = ["OutputTensor", "PatchedConfig", "dominant_dtype", "holds_quantized", "patch_config", "with_vocabulary"]
+__all__ = [
+    "OutputTensor",
+    "PatchedConfig",
+    "dominant_dtype",
+    "holds_quantized",
+    "patch_config",
+    "with_vocabulary",
+    "without_prediction",
+]
 
+_PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "mtp_num_hidden_layers")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _NOT_A_MODEL = re.compile(r"quantization_config|compression_config|generation_config|rope_.*|.*_token_config")
@@ -103,6 +112,19 @@ def with_vocabulary(original: bytes, rows: int) -> bytes:
         if isinstance(nest.get("vocab_size"), int):
             nest["vocab_size"] = rows
     return original if config == json.loads(text) else _written_like(text, config)
+
+
+def without_prediction(original: bytes) -> tuple[bytes, tuple[str, ...]]:
+    """config.json without layers of multi-token prediction, and the keys that counted them; else as it is."""
+    text = original.decode("utf-8-sig")
+    config: dict[str, Any] = json.loads(text)
+    changed = []
+    for path, nest in _nests(config):
+        for key in _PREDICTION_KEYS:
+            if type(nest.get(key)) is int and nest[key] > 0:
+                nest[key] = 0
+                changed.append(path + key)
+    return (_written_like(text, config), tuple(changed)) if changed else (original, ())
 
 
 def _nests(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -141,6 +141,7 @@ class Catalog:
     padded_vocabulary  the trainer may have added rows to embedding and head: "base" when only a base model's
                config tells the true number, "any" when every config does
     module_dtype  "config" when fp32 masters stand for the weights of a model whose config tells its type
+    no_prediction  the layers of multi-token prediction were left out on request: the config must not count them
     partial    what the user left out on purpose, in words: the tensors are then no whole model
     """
 
@@ -161,6 +162,7 @@ class Catalog:
     chunk_sums: Mapping[str, ChunkSums] = field(default_factory=dict)
     padded_vocabulary: Literal["", "base", "any"] = ""
     module_dtype: Literal["", "config"] = ""
+    no_prediction: bool = False
     partial: str = ""
 
     @property

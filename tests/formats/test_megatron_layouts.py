@@ -1,0 +1,315 @@
+"""Megatron's layouts and options: what is left out, what is taken instead, what cannot be told and is refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from merge_stream.api import merge
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError, UsageError
+from merge_stream.options import MergeOptions, OpenOptions
+from merge_stream.report import Report
+from tests.cases.naive import assert_holds, numbered
+from tests.cases.test_section_g import MIXTURE, arguments, cut, mixture, stages
+from tests.formats.naive import DATA
+from tests.formats.test_megatron_families import distributed, opened
+from tests.makers.megatron_files import Llama, fused, llama, tensor_part, write_config, write_dist, write_ranks
+
+Tensors = dict[str, torch.Tensor]
+
+
+def merged(folder: pathlib.Path, opening: OpenOptions | None = None, base: str = "hf", **options: Any) -> Report:
+    """Merge `folder`/ckpt into `folder`/out."""
+    base_model = str(folder / base) if base else None
+    return merge(folder / "ckpt", folder / "out", MergeOptions(base_model=base_model, **options), opening=opening)
+
+
+# ------------------------------------------------------------------------------- layers of multi-token prediction
+
+
+@pytest.mark.parametrize(
+    ("family", "at"),
+    [("deepseek_v3", ".layers.2."), ("glm4_moe", ".layers.2."), ("mimo", "mtp_"), ("qwen3_next", "mtp.")],
+)
+def test_prediction_layers_are_left_out_on_request(family: str, at: str, tmp_path: pathlib.Path) -> None:
+    """They are counted, the config counts none any more, and all else is as it was."""
+    config, wanted, megatron, _ = opened(DATA / "megatron_bridges" / f"{family}.megatron-bridge.json")
+    write_dist(tmp_path, distributed(megatron, config), config)
+    report = merged(tmp_path, OpenOptions(no_mtp=True))
+    assert_holds(tmp_path / "out", {name: tensor for name, tensor in wanted.items() if at not in name})
+    assert report.ignored["multi-token prediction (--no-mtp)"] > 5
+    assert config["num_nextn_predict_layers"] == 1
+    assert any("num_nextn_predict_layers set to 0" in note for note in report.notes)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == config | {"num_nextn_predict_layers": 0}
+
+
+def test_without_prediction_layers_nothing_changes(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    write_dist(tmp_path, fused(llama(of), of), of.config)
+    merged(tmp_path, OpenOptions(no_mtp=True))
+    assert_holds(tmp_path / "out", llama(of))
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == of.config
+
+
+def test_the_option_means_nothing_elsewhere(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "ckpt").mkdir()
+    save_file(llama(Llama()), tmp_path / "ckpt" / "model.safetensors")
+    write_config(tmp_path, Llama().config)
+    with pytest.raises(UsageError, match="--no-mtp means nothing"):
+        merged(tmp_path, OpenOptions(no_mtp=True))
+
+
+# ------------------------------------------------------------------------------- a base model that has weights
+
+
+def base_weights(folder: pathlib.Path, tensors: Tensors) -> None:
+    plain = {name: tensor.clone() for name, tensor in tensors.items()}
+    save_file(plain, folder / "hf" / "model.safetensors", {"format": "pt"})
+
+
+def test_copies_for_prediction_layers_are_those_that_the_base_has(tmp_path: pathlib.Path) -> None:
+    config, wanted, megatron, _ = opened(DATA / "megatron_bridges" / "deepseek_v3.megatron-bridge.json")
+    write_dist(tmp_path, distributed(megatron, config), config)
+    del wanted["model.layers.2.embed_tokens.weight"]
+    base_weights(tmp_path, wanted)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", wanted)
+
+
+def test_names_that_the_base_lacks_are_refused(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    write_dist(tmp_path, fused(llama(of), of), of.config)
+    base_weights(tmp_path, {k: v for k, v in llama(of).items() if "up_proj" not in k})
+    with pytest.raises(Exception, match=r"not in the base model: model.layers.0.mlp.up_proj.weight"):
+        merged(tmp_path)
+
+
+# ------------------------------------------------------------------------------- fp32 masters
+
+
+def test_flattened_masters_of_a_real_save(tmp_path: pathlib.Path) -> None:
+    """Blocks of TP 2, ranges of DP 2 (core 0.12): each master rounds to the weight that stands beside it."""
+    case = DATA / "megatron" / "td12_qwen2_optim_tp2_dp2"
+    options = MergeOptions(base_model=str(case / "hf"), verify=True)
+    merge(case / "ckpt", tmp_path / "out", options, opening=OpenOptions(weights="master"))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    wanted = load_file(case / "expected" / "model.safetensors")
+    assert sorted(found) == sorted(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == torch.float32, name
+        assert torch.equal(found[name].bfloat16(), tensor), name
+
+
+def flat_blocks(tensor: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+    """[X/x, Y/y, x*y]: each block by itself, flat."""
+    block = [n // k for n, k in zip(tensor.shape, grid, strict=True)]
+    made = torch.empty(*grid, int(torch.Size(block).numel()))
+    for at in torch.cartesian_prod(*map(torch.arange, grid)).reshape(-1, len(grid)).tolist():
+        part = tensor[tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, block, strict=True))]
+        made[tuple(at)] = part.reshape(-1)
+    return made
+
+
+@pytest.mark.parametrize("prefix", ["", "chained_1."])
+def test_flattened_masters_of_any_grid(tmp_path: pathlib.Path, prefix: str) -> None:
+    of = Llama(torch_dtype="bfloat16")
+    masters = {name: tensor + 0.25 for name, tensor in fused(llama(of), of).items()}
+    state = {name: tensor.bfloat16() for name, tensor in masters.items()}
+    for name, tensor in masters.items():
+        grid = (1,) if tensor.dim() == 1 else (1, 4) if "linear_proj" in name else (4, 2) if "fc1" in name else (2, 1)
+        state[f"{prefix}optimizer.state.fp32_param.{name}"] = flat_blocks(tensor, grid)
+    write_dist(tmp_path, state, of.config)
+    merged(tmp_path, OpenOptions(weights="master"))
+    assert_holds(tmp_path / "out", {name: tensor + 0.25 for name, tensor in llama(of).items()})
+
+
+def test_masters_of_another_step_are_refused(tmp_path: pathlib.Path) -> None:
+    of = Llama(torch_dtype="bfloat16")
+    weights = {name: tensor.bfloat16() for name, tensor in fused(llama(of), of).items()}
+    masters = {f"optimizer.state.param.{name}": tensor.float() for name, tensor in weights.items()}
+    masters["optimizer.state.param.decoder.final_layernorm.weight"] += 64
+    write_dist(tmp_path, weights | masters, of.config)
+    with pytest.raises(CorruptCheckpointError, match=r"do not round .*final_layernorm"):
+        merged(tmp_path, OpenOptions(weights="master"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"), [((3, 1, 128), "is no grid of flat blocks"), ((2, 1, 100), "is no grid of flat blocks")]
+)
+def test_masters_that_are_no_blocks_of_their_weight(tmp_path: pathlib.Path, shape: tuple[int, ...], said: str) -> None:
+    of = Llama(torch_dtype="bfloat16")
+    weights = {name: tensor.bfloat16() for name, tensor in fused(llama(of), of).items()}
+    masters = {f"optimizer.state.param.{name}": tensor.float() for name, tensor in weights.items()}
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    del masters[f"optimizer.state.param.{name}"]
+    masters[f"optimizer.state.fp32_param.{name}"] = torch.zeros(shape)
+    write_dist(tmp_path, weights | masters, of.config)
+    with pytest.raises(CorruptCheckpointError, match=said):
+        merged(tmp_path, OpenOptions(weights="master"))
+
+
+def test_masters_in_buffers_are_refused(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
+    write_dist(tmp_path, fused(llama(of), of) | {bucket: numbered(64)}, of.config)
+    with pytest.raises(UnsupportedError, match="in buffers without names"):
+        merged(tmp_path, OpenOptions(weights="master"))
+
+
+# ------------------------------------------------------------------------------- folders
+
+
+def verl(folder: pathlib.Path, of: Llama, *, dist: bool, hub: bool) -> pathlib.Path:
+    """Verl 0.9.1's folder of an actor: shards, or weights of Hugging Face, or both."""
+    actor = folder / "ckpt" / "actor"
+    if dist:
+        write_dist(folder / "made", fused(llama(of), of), of.config)
+        shutil.copytree(folder / "made" / "ckpt" / "iter_0000100", actor / "model" / "dist_ckpt")
+    (actor / "model" / "huggingface").mkdir(parents=True)
+    (actor / "model" / "huggingface" / "config.json").write_text(json.dumps(of.config))
+    if hub:
+        tensors = {name: tensor + 0.5 for name, tensor in llama(of).items()} if dist else llama(of)
+        save_file(tensors, actor / "model" / "huggingface" / "model.safetensors", {"format": "pt"})
+    (actor / "ckpt_contents.json").write_text('{"schema_version": 2, "framework": "megatron"}')
+    return folder
+
+
+def test_verl_folder_whose_model_is_one_of_hugging_face_already(tmp_path: pathlib.Path) -> None:
+    """`use_dist_checkpointing=False`: there are no shards, and what is there is copied."""
+    of = Llama()
+    verl(tmp_path, of, dist=False, hub=True)
+    report = merged(tmp_path, base="")
+    assert report.format == "hugging_face"
+    assert_holds(tmp_path / "out", llama(of))
+
+
+def test_verl_folder_with_shards_and_a_model_of_hugging_face(tmp_path: pathlib.Path) -> None:
+    """Both were saved: the shards are the checkpoint."""
+    of = Llama()
+    verl(tmp_path, of, dist=True, hub=True)
+    report = merged(tmp_path, base="")
+    assert report.format == "megatron"
+    assert_holds(tmp_path / "out", llama(of))
+
+
+@pytest.mark.parametrize("given", ["", "weights"])
+def test_nemo_folder(tmp_path: pathlib.Path, given: str) -> None:
+    """`weights/` with keys below `module.`, `context/` beside."""
+    of = Llama()
+    prefixed = {f"module.{name}": tensor for name, tensor in fused(llama(of), of).items()}
+    write_dist(tmp_path / "made", prefixed, of.config)
+    shutil.copytree(tmp_path / "made" / "ckpt" / "iter_0000100", tmp_path / "ckpt" / "weights")
+    (tmp_path / "ckpt" / "context").mkdir()
+    (tmp_path / "ckpt" / "context" / "model.yaml").write_text("_target_: nemo.collections.llm.LlamaModel\n")
+    options = MergeOptions(base_model=str(tmp_path / "made" / "hf"))
+    merge(tmp_path / "ckpt" / given, tmp_path / "out", options)
+    assert_holds(tmp_path / "out", llama(of))
+
+
+def test_adapters_of_megatron_bridge_are_named(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    state = {
+        "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight": numbered(2, 16),
+        "decoder.layers.0.self_attention.linear_qkv.adapter.linear_out.weight": numbered(32, 2),
+    }
+    write_dist(tmp_path, state, of.config)
+    with pytest.raises(UnsupportedError, match=r"adapters of Megatron-Bridge \(2 tensors") as caught:
+        merged(tmp_path)
+    assert "merge_lora" in str(caught.value.hint)
+
+
+# ------------------------------------------------------------------------------- ranks and names
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["arguments", "none"])
+def test_the_second_number_is_a_pipeline_stage(tmp_path: pathlib.Path, told: bool) -> None:
+    of = Llama(layers=3)
+    states = {(0, stage): state for stage, state in enumerate(stages(fused(llama(of), of), [1, 2]))}
+    write_ranks(tmp_path, states, arguments(of, pipeline_model_parallel_size=2) if told else {}, of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", llama(of))
+
+
+def expert_states(of: Llama, tensor: int = 1) -> tuple[Tensors, Mapping[tuple[int, ...], Tensors]]:
+    tensors, whole, experts = mixture(of)
+    states = {}
+    for rank in (0, 1):
+        state = {name: tensor_part(name, value, 0, tensor) for name, value in whole.items()}
+        for k in (0, 1):
+            for n, value in enumerate(experts[2 * rank + k]):
+                state[f"decoder.layers.0.mlp.experts.linear_fc{n + 1}.weight{k}"] = value
+        states[0, rank] = state
+    return tensors, states
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["arguments", "none"])
+def test_the_second_number_is_an_expert_rank(tmp_path: pathlib.Path, told: bool) -> None:
+    """Both files hold the embedding, which no two stages do."""
+    of = Llama(**MIXTURE)
+    tensors, states = expert_states(of)
+    sizes = {"expert_model_parallel_size": 2, "num_experts": 4, "pipeline_model_parallel_size": 1}
+    write_ranks(tmp_path, states, arguments(of, **sizes) if told else {}, of.config)
+    report = merged(tmp_path, check_replicas=True)
+    assert not report.warnings
+    assert_holds(tmp_path / "out", tensors)
+
+
+def test_tied_stages_are_no_expert_ranks(tmp_path: pathlib.Path) -> None:
+    """The last stage of a tied model has a copy of the embedding, under the head's name."""
+    of = Llama(layers=2, tie_word_embeddings=True)
+    tensors = llama(of)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    states = {(0, stage): state for stage, state in enumerate(stages(fused(tensors, of), [1, 1]))}
+    write_ranks(tmp_path, states, {}, of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", {name: t for name, t in tensors.items() if name != "lm_head.weight"})
+
+
+@pytest.mark.parametrize("half", ["w", "v"])
+def test_half_of_a_gated_layer_is_missing(tmp_path: pathlib.Path, half: str) -> None:
+    of = Llama()
+    state = fused(llama(of), of)
+    gate, up = state.pop("decoder.layers.0.mlp.linear_fc1.weight").chunk(2)
+    state[f"decoder.layers.0.mlp.linear_fc1.weight_{half}"] = gate if half == "w" else up
+    write_dist(tmp_path, state, of.config)
+    other = {"w": "v", "v": "w"}[half]
+    with pytest.raises(IncompleteShardsError, match=rf"linear_fc1.weight_{other} is missing"):
+        merged(tmp_path)
+
+
+def test_halves_of_a_gated_layer_are_one(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    state = fused(llama(of), of)
+    gate, up = state.pop("decoder.layers.0.mlp.linear_fc1.weight").chunk(2)
+    state |= {f"decoder.layers.0.mlp.linear_fc1.weight_{x}": part for x, part in (("w", gate), ("v", up))}
+    write_dist(tmp_path, state, of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", llama(of))
+
+
+def test_a_part_of_a_delta_net_is_missing(tmp_path: pathlib.Path) -> None:
+    config, _, megatron, _ = opened(DATA / "megatron_bridges" / "qwen3_next.megatron-bridge.json")
+    state = distributed(megatron, config)
+    del state["decoder.layers.0.self_attention.in_proj.weight.beta"]
+    write_dist(tmp_path, state, config)
+    with pytest.raises(IncompleteShardsError, match=r"in_proj.weight.beta is missing"):
+        merged(tmp_path)
+
+
+def test_ranks_of_an_unknown_packed_layer_are_refused(tmp_path: pathlib.Path) -> None:
+    """Two tensor ranks, and a parameter that no rule knows."""
+    of = Llama()
+    states = cut(fused(llama(of), of), 2)
+    for state in states.values():
+        state["decoder.layers.0.mixer.in_proj.weight"] = numbered(4, 16)
+    write_ranks(tmp_path, states, arguments(of, tensor_model_parallel_size=2), of.config)
+    with pytest.raises(UnsupportedError, match=r"how decoder.layers.0.mixer.in_proj.weight is cut"):
+        merged(tmp_path)
