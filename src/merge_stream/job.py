@@ -166,7 +166,7 @@ def make_plan(
             *named.notes,
             *folder.notes,
             *quantized.notes,
-            *_remarks(resolved, options),
+            *_remarks({name: r for name, r in resolved.items() if name not in quantized.names}, options),
             *_wide_remark(wide, options),
             *written_heads,
         ),
@@ -373,5 +373,12 @@ def card_facts(job: Job) -> CardFacts | None:
         files=len(plan.outputs),
         base_id=hub_id_of(folder.base_id, *config_names(folder.info.config, catalog.beside)),
         base_readme=folder.base_readme,
+        quantized=_quantized_words(plan),
         adapter_only=not model,
     )
+
+
+def _quantized_words(plan: Plan) -> str:
+    """The scheme and how many weights are written in it; "" without one."""
+    count = sum(p.quantized is not None for p in plan.parameters)
+    return f"{plan.scheme}: {counted(count, 'linear layer')}; the rest plain" if plan.scheme else ""

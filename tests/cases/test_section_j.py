@@ -1,13 +1,14 @@
-"""Section J: element types and quantization settings (123, 125 and 127 come with quantized output)."""
+"""Section J: element types and quantization."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from merge_stream import cli
 from tests.folder.models import checkpoint, config_of, llama, llama_config, merge, model_folder, tensors_of
@@ -127,3 +128,120 @@ def test_quantized_weights_keep_their_settings(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "hf_quant_config.json").exists()
     found = tensors_of(tmp_path / "out")
     assert all(torch.equal(found[n].view(torch.uint8), tensors[n].view(torch.uint8)) for n in tensors)
+
+
+E4M3 = torch.float8_e4m3fn
+LARGER = llama_config(hidden_size=128, intermediate_size=256, vocab_size=48)
+OUT_OF_RANGE = [447, 448, 464, 465, 480, 1e4, -465, -1e4, -0.0, 2.0**-9, 2.0**-10, 1e-40]
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "fp8-block", "fp8", "mxfp8"])
+def test_case_123_nothing_leaves_the_range_of_float8(tmp_path: Path, scheme: str) -> None:
+    """Scales keep every value within +-448; codes are those of a clamped cast, whatever version of torch reads them."""
+    tensors, name = llama(hidden=128, vocab=48, dtype=torch.float32), "model.layers.0.mlp.up_proj.weight"
+    tensors[name].view(-1)[: len(OUT_OF_RANGE)] = torch.tensor(OUT_OF_RANGE)
+    source = checkpoint(tmp_path / "ckpt", tensors, LARGER | {"torch_dtype": "float32"})
+    assert merge(source, tmp_path / "out", "--quantize", scheme) == 0
+    codes = tensors_of(tmp_path / "out")[name]
+    assert codes.dtype == E4M3
+    assert torch.isfinite(codes.float()).all()
+    assert float(codes.float().abs().max()) == 448
+    assert cli.run(["verify", str(tmp_path / "out"), "--against", str(source)]) == 0
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "fp8-block", "fp8", "mxfp8", "int8", "int4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_case_123_a_weight_without_a_scale_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], scheme: str, value: float
+) -> None:
+    tensors, name = llama(hidden=128, vocab=48, dtype=torch.float32), "model.layers.0.mlp.up_proj.weight"
+    tensors[name][100, 77] = value
+    source = checkpoint(tmp_path / "ckpt", tensors, LARGER | {"torch_dtype": "float32"})
+    assert merge(source, tmp_path / "out", "--quantize", scheme) == 5
+    assert f"{name} holds 1 values that are NaN or infinite" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_case_125_weight_scale_and_settings_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """[256, 256] becomes float8 with 2 x 2 scales under DeepSeek's names; norms, embeddings and head stay plain."""
+    tensors, name = llama(hidden=256, vocab=48), "model.layers.0.self_attn.q_proj.weight"
+    config = llama_config(hidden_size=256, intermediate_size=512, vocab_size=48)
+    source = checkpoint(tmp_path / "ckpt", tensors, config)
+    assert merge(source, tmp_path / "out", "--quantize", "fp8-block", "--verify") == 0
+    found, settings = tensors_of(tmp_path / "out"), config_of(tmp_path / "out")["quantization_config"]
+    assert (found[name].dtype, tuple(found[name].shape)) == (E4M3, (256, 256))
+    scale = found[f"{name}_scale_inv"]
+    assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (2, 2))
+    assert settings["quant_method"] == "fp8"
+    assert settings["weight_block_size"] == [128, 128]
+    assert settings["activation_scheme"] == "dynamic"
+    assert settings["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+    plain = {n for n, t in found.items() if t.dtype == torch.bfloat16}
+    assert plain == {n for n in tensors if "_proj" not in n}
+    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    error = (found[name].float() * wide - tensors[name].float()).abs()
+    assert float((error / tensors[name].float().abs().clamp(min=float(scale.max()) * 2**-6)).max()) <= 2**-4
+    capsys.readouterr()
+    assert cli.run(["verify", str(tmp_path / "out"), "--against", str(source), "--json"]) == 0
+    told = {e["name"]: e for e in json.loads(capsys.readouterr().out)["quantized"]}
+    assert told[name]["max_abs"] == pytest.approx(float(error.max()))
+
+
+@pytest.mark.parametrize("fault", ["name", "settings"])
+def test_case_125_check_finds_scales_that_loaders_do_not_see(tmp_path: Path, fault: str) -> None:
+    """Scales under the other name, or none told in config.json: such a model loads as garbage without an error."""
+    source = checkpoint(tmp_path / "ckpt", llama(hidden=128, vocab=48), LARGER)
+    assert merge(source, tmp_path / "out", "--quantize", "fp8-block") == 0
+    assert cli.run(["check", str(tmp_path / "out")]) == 0
+    if fault == "name":
+        tensors = {n.replace("_scale_inv", "_scale"): t for n, t in tensors_of(tmp_path / "out").items()}
+        save_file(tensors, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+    else:
+        config = config_of(tmp_path / "out")
+        del config["quantization_config"]
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert cli.run(["check", str(tmp_path / "out")]) != 0
+
+
+class Float8Tensor(torch.Tensor):
+    """As quantizing frameworks have it: a tensor subclass around bytes and a scale."""
+
+    def __new__(cls, data: torch.Tensor, _: torch.Tensor) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16)
+        return made
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.inner, self.scale = data, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def made(cls, data: torch.Tensor, scale: torch.Tensor) -> Self:
+        return cls(data, scale)
+
+
+class Reduced(Float8Tensor):
+    """The same with a way of pickling of its own (Transformer Engine)."""
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return Reduced.made, (self.inner, self.scale)
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Float8Tensor, "Float8Tensor"), (Reduced, "up_proj.weight is missing")])
+def test_case_127_a_quantized_tensor_object_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Float8Tensor], told: str
+) -> None:
+    """Its bytes are no values without what the framework knows; it names the parameter, and nothing is written."""
+    tensors, name = dict(llama()), "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = kind(torch.zeros(16, 8, dtype=torch.uint8), torch.ones(1))
+    source = tmp_path / "ckpt"
+    source.mkdir()
+    torch.save(tensors, source / "pytorch_model.bin")
+    (source / "config.json").write_text(json.dumps(llama_config()))
+    assert merge(source, tmp_path / "out") != 0
+    error = capsys.readouterr().err
+    assert name in error
+    assert told in error
+    assert not (tmp_path / "out").exists()

@@ -72,6 +72,8 @@ def test_dtype_fp8_is_auto_among_the_float8_schemes(tmp_path: Path, capsys: pyte
     assert merge(source, tmp_path / "out", "--dtype", "fp8") == 0
     assert config_of(tmp_path / "out")["quantization_config"]["quant_method"] == "fp8"
     assert tensors_of(tmp_path / "out")["model.norm.weight"].dtype == torch.bfloat16
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| quantized | fp8-block: 7 linear layers; the rest plain |" in card
     told(capsys)
     assert merge(source, tmp_path / "both", "--dtype", "fp8", "--quantize", "int8") == 2
     assert "--dtype fp8 means --quantize auto-fp8" in told(capsys)

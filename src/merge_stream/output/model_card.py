@@ -52,7 +52,8 @@ class CardFacts:
     """All that a card may tell.
 
     `facts` are a catalog's (an allow list decides which are told); `base_readme` is the
-    path of the base model's card, from which licence and task are taken.
+    path of the base model's card, from which licence and task are taken. `quantized` says
+    in which scheme how many weights were written.
     """
 
     format: str
@@ -68,6 +69,7 @@ class CardFacts:
     parameters: int
     nbytes: int
     files: int
+    quantized: str = ""
     architectures: tuple[str, ...] = ()
     base_id: str = ""
     base_readme: str = ""
@@ -147,6 +149,8 @@ def _rows(card: CardFacts) -> list[tuple[str, str | int]]:
         ("element types", "as in the checkpoint" if card.dtype == "keep" else f"cast to {card.dtype}"),
         ("names", "those of the original repository" if card.layout == "upstream" else "the trainer's own"),
     ]
+    if card.quantized:
+        rows.append(("quantized", card.quantized))
     if card.lora:
         rows.append(("LoRA", card.lora))
     rows.append(("plan fingerprint", f"`{card.fingerprint}`"))
