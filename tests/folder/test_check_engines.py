@@ -25,6 +25,7 @@ RULES = {
     "class-spelled",
     "head-bias",
     "head-lost",
+    "head-refused",
     "llama4-experts",
     "router",
     "router-bias",
@@ -79,7 +80,11 @@ def test_the_bias_of_a_phimoe_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name", "loaders"),
-    [("gemma2", "Gemma2", "SGLang, llama.cpp"), ("cohere", "Cohere", "SGLang"), ("gemma3_text", "Gemma3", "SGLang")],
+    [
+        ("gemma2", "Gemma2", "SGLang, llama.cpp"),
+        ("cohere", "Cohere", "SGLang, vLLM"),
+        ("gemma3_text", "Gemma3", "SGLang"),
+    ],
 )
 def test_a_head_of_its_own_that_a_loader_never_reads(tmp_path: Path, kind: str, name: str, loaders: str) -> None:
     named = {"model_type": kind, "architectures": [f"{name}ForCausalLM"]}
@@ -88,6 +93,22 @@ def test_a_head_of_its_own_that_a_loader_never_reads(tmp_path: Path, kind: str, 
     assert f"[{loaders}]" in found["head-lost"]
     assert "head-lost" not in told(tmp_path / "tied", {}, **named, tie_word_embeddings=True)
     assert "head-lost" not in told(tmp_path / "other", {}, tie_word_embeddings=False)  # llama's head is read
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vllm_has_no_head_in_gemma2(tmp_path: Path, *, tied: bool) -> None:
+    named = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "tie_word_embeddings": tied}
+    assert told(tmp_path / "a", {}, **named)["head-refused"].startswith("error")
+    tensors = {n: t for n, t in llama().items() if n != "lm_head.weight"}
+    without = check_folder(model_folder(tmp_path / "b", tensors, llama_config(**named))).findings
+    assert "head-refused" not in {f.rule for f in without}
+
+
+def test_a_class_that_vllm_leaves_to_transformers(tmp_path: Path) -> None:
+    found = told(tmp_path / "a", {}, model_type="vipllava", architectures=["VipLlavaForConditionalGeneration"])
+    assert "vLLM tries transformers' own model inside" in found["class"]
+    known = told(tmp_path / "b", {}, model_type="qwen3_moe", architectures=["Qwen3MoeForTokenClassification"])
+    assert "vLLM" not in known["class"]  # a classifier is made of the language model
 
 
 def test_a_class_that_engines_spell_otherwise(tmp_path: Path) -> None:
@@ -136,19 +157,20 @@ def test_text_models_inside_vision_models_of_tgi(tmp_path: Path, text_model: str
     assert ("text-model" in found) is (text_model == "qwen2")
 
 
-def rows() -> list[tuple[str, str, str]]:
-    """(family, cell of SGLang, cell of TGI) of the table in the documentation, without the marks."""
+def rows() -> list[tuple[str, str, str, str]]:
+    """(family, cells of vLLM, SGLang and TGI) of the table in the documentation, without most marks."""
     found = []
     for line in TABLE.read_text().splitlines():
         cells = [re.sub(r" \(.*\)", "", cell.strip()) for cell in line.strip("|").split("|")]
         if len(cells) == 8 and re.fullmatch("[a-z0-9_]+", cells[0]) and cells[0] != "model":
-            found.append((cells[0], cells[6], cells[7]))
+            within = "(a, d)" in line  # this vLLM has no class of its own for it
+            found.append((cells[0], "inside" if within else cells[5], cells[6], cells[7]))
     return found
 
 
-@pytest.mark.parametrize(("family", "sglang", "tgi"), rows())
+@pytest.mark.parametrize(("family", "vllm", "sglang", "tgi"), rows())
 def test_the_table_in_the_documentation_says_what_check_says(
-    tmp_path: Path, family: str, sglang: str, tgi: str
+    tmp_path: Path, family: str, vllm: str, sglang: str, tgi: str
 ) -> None:
     golden = next(iter(sorted(GOLDENS.glob(f"{family}.*.json"), reverse=True)))
     value = json.loads(golden.read_text())
@@ -161,7 +183,9 @@ def test_the_table_in_the_documentation_says_what_check_says(
     if any("audio" in name or name.startswith("encoder") for name in shapes):
         config = {**config, "audio_config": {"model_type": "tower"}}
     findings = [f for f in check_folder(headers_only(tmp_path, shapes, config)).findings if f.rule in RULES]
-    text = "; ".join(f"{f.rule}: {f.text}" for f in findings if f.rule not in {"router", "head-lost", "head-bias"})
+    text = "; ".join(
+        f"{f.rule}: {f.text}" for f in findings if f.rule not in {"router", "head-lost", "head-refused", "head-bias"}
+    )
     says_sglang = {
         "loads": "SGLang" not in text,
         "inside": "SGLang runs transformers' own model inside" in text,
@@ -177,6 +201,7 @@ def test_the_table_in_the_documentation_says_what_check_says(
         "no head": "TGI asks for an lm_head" in text,
         "zero bias": "router-bias" in text,
     }
+    assert ("vLLM tries transformers' own model inside" in text) is (vllm == "inside"), text
     assert says_sglang[sglang], text
     assert says_tgi[tgi], text
 

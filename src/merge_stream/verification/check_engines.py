@@ -5,8 +5,8 @@ The rules need a config and headers only, so that `check` asks them about a fold
 write. What holds for the original repository too is a warning (or a note, where an engine simply does not have
 the family); what is wrong with this model alone is an error.
 
-Read in vLLM 0.32 (`deepseek_v2.py`, `qwen3_moe.py`, `phimoe.py`), SGLang 0.5.23 (`srt/models/`), TGI of January 2026
-(`models/custom_modeling/`) and llama.cpp's converter (`conversion/`, 2026).
+Read in vLLM 0.32 (`deepseek_v2.py`, `qwen3_moe.py`, `phimoe.py`, `commandr.py`, `gemma2.py`), SGLang 0.5.23
+(`srt/models/`), TGI of January 2026 (`models/custom_modeling/`) and llama.cpp's converter (`conversion/`, 2026).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _NEVER_READ_A_HEAD: dict[str, frozenset[str]] = {
         {"cohere", "cohere2", "cohere2_moe", "cohere2_vision", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n"}
         | {"gpt2", "gpt_bigcode"}
     ),
+    "vLLM": frozenset({"cohere", "cohere2", "cohere2_moe"}),
     "TGI": frozenset({"gpt2"}),
     "llama.cpp": frozenset({"gemma", "gemma2"}),
 }
@@ -131,7 +132,13 @@ def _heads(model: Headers) -> Iterator[Finding]:
         text = "vLLM and SGLang load lm_head.bias and never add it, TGI never reads it"
         yield Finding("warning", "config", "head-bias", "vLLM, SGLang, TGI", text)
     heads = [name for name in model.tensors if name.endswith("lm_head.weight")]
-    if not heads or tied_by_config(ModelInfo(model.config, "config.json")):
+    tied = tied_by_config(ModelInfo(model.config, "config.json"))
+    if heads and model.kind == "gemma2":
+        hint = "merge without --materialize-tied" if tied else "serve it with transformers"
+        yield Finding(
+            "error", "config", "head-refused", "vLLM", f"vLLM has no {heads[0]} in Gemma2, and refuses it", hint
+        )
+    if not heads or tied:
         return
     lost = [engine for engine, families in _NEVER_READ_A_HEAD.items() if model.kind in families]
     if lost:
@@ -157,6 +164,8 @@ def _classes(model: Headers) -> Iterator[Finding]:
             hint = f'set "architectures": ["{other}"] in config.json'
             yield Finding(severity, "config", "class-spelled", engine, text, hint)
     told = []
+    if not any(name in classes_of("vLLM") for name in (names[0], *_causal(names[0]))):
+        told.append("vLLM tries transformers' own model inside")
     if "SGLang" in unknown:
         told.append(f"SGLang {_in_sglang(model, names[0])}")
     if "llama.cpp" in unknown:
@@ -168,8 +177,20 @@ def _classes(model: Headers) -> Iterator[Finding]:
     ):
         told.append(f"TGI refuses model_type {model.kind}")
     if told:
-        engines = ", ".join(engine for engine in ("SGLang", "TGI", "llama.cpp") if any(engine in t for t in told))
+        engines = ", ".join(
+            engine for engine in ("vLLM", "SGLang", "TGI", "llama.cpp") if any(engine in t for t in told)
+        )
         yield Finding("note", "config", "class", engines, f"no class for this model: {'; '.join(told)}")
+
+
+def _causal(name: str) -> list[str]:
+    """The language models that vLLM makes a classifier of."""
+    return [
+        name.removesuffix(ending) + other
+        for ending in _CLASSIFIERS
+        if name.endswith(ending)
+        for other in ("ForCausalLM", "ForConditionalGeneration")
+    ]
 
 
 def _in_sglang(model: Headers, name: str) -> str:
