@@ -19,6 +19,7 @@ from merge_stream.errors import (
 )
 from merge_stream.formats.colossalai import MEMBER
 from merge_stream.storage.local import LocalTree
+from tests.cases.naive import merged
 from tests.formats.naive import DATA, OPTIONS, copied, opened
 from tests.formats.test_deepspeed import content
 
@@ -93,6 +94,34 @@ def test_numbers_in_the_names_of_stage_indices_are_no_lengths(tmp_path: Path) ->
         (indices / f"pytorch_model.bin.index-stage-99999-{rank:05d}.json").write_text("{}")
     message = refused(folder, IncompleteShardsError, "interrupted", "stage 1 rank 1", "and more")
     assert len(message) < 1000
+
+
+def test_files_of_a_stage_that_has_no_index(tmp_path: Path) -> None:
+    """The last stage was writing when the save was killed: nothing else tells that there was one."""
+    folder = copied("colossalai/syn_pp_interrupted", tmp_path)
+    (folder / "tmp_index_files" / "pytorch_model.bin.index-stage-00002.json").unlink()
+    refused(
+        folder, IncompleteShardsError, "interrupted", "pytorch_model-stage-00002-shard-00001.bin", "no stage's index"
+    )
+
+
+@pytest.mark.parametrize("case", ["hp_pp2_bin", "ddp_bin", "async_llz1_safetensors"])
+def test_weight_files_without_an_index(tmp_path: Path, case: str) -> None:
+    folder = copied(f"colossalai/{case}", tmp_path)
+    for path in folder.glob("*.index*.json"):
+        path.unlink()
+    refused(folder, IncompleteShardsError, "no index")
+    with pytest.raises(IncompleteShardsError, match="no index"):
+        merged(folder, tmp_path / "out")
+
+
+def test_files_that_the_index_does_not_name_are_told(tmp_path: Path) -> None:
+    """A second save removes only files of its own base name, so they may be of an older one."""
+    folder = copied("colossalai/ddp_bin", tmp_path)
+    shutil.copyfile(folder / "pytorch_model-00001.bin", folder / "pytorch_model-stage-00002-shard-00001.bin")
+    catalog = opened(MEMBER, folder)
+    assert catalog.ignored["weight file that the index does not name"] == 1
+    assert any("pytorch_model-stage-00002-shard-00001.bin" in note for note in catalog.notes)
 
 
 def test_a_file_of_an_older_save_is_found_out(tmp_path: Path) -> None:

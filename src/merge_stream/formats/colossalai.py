@@ -30,7 +30,6 @@ from merge_stream.errors import (
     AmbiguousCheckpointError,
     CorruptCheckpointError,
     IncompleteShardsError,
-    UnknownFormatError,
     UnsupportedError,
 )
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs, listed
@@ -94,9 +93,10 @@ class ColossalAI:
         weights = [name for name in tree.files if _WEIGHTS.fullmatch(name)]
         stages = [name for name in tree.files if _STAGE_INDEX.fullmatch(name)]
         indices = [name for name in tree.files if _INDEX.fullmatch(name)]
-        if not weights or not (stages or indices):
+        if not weights:
             return None
-        return Detection(f"{counted(len(weights), 'file')} like {weights[0]}, {(indices or stages)[0]}", rank=25)
+        index = (indices or stages or ["no index"])[0]
+        return Detection(f"{counted(len(weights), 'file')} like {weights[0]}, {index}", rank=25)
 
     def open(self, tree: ByteTree, options: OpenOptions) -> Catalog:  # noqa: ARG002 (nothing to override here)
         """Every tensor that the index names."""
@@ -120,6 +120,10 @@ class ColossalAI:
         if ranks := len({match["rank"] for match in found if match["rank"]}):
             facts["expert-parallel ranks"] = ranks
         ignored: Counter[str] = Counter()
+        notes = index.notes
+        if others := sorted(name for name in tree.files if _WEIGHTS.fullmatch(name) and name not in contents):
+            ignored["weight file that the index does not name"] = len(others)
+            notes = (*notes, f"the index does not name {listed(others, most=3)}: left out, as of an older save")
         for held in contents.values():
             ignored += held.ignored
         return Catalog(
@@ -129,7 +133,7 @@ class ColossalAI:
             files=table.files,
             facts=facts,
             ignored=ignored,
-            notes=index.notes,
+            notes=notes,
             naming=naming_of(tensors),
             config_dirs=config_dirs(tree),
             metadata_nbytes=sum(held.metadata_nbytes for held in contents.values()),
@@ -151,8 +155,9 @@ def _index(tree: ByteTree) -> _Index:
         return _Index((final[0],), _weight_map(tree, final[0]))
     parts = {name: match for name in tree.files if (match := _STAGE_INDEX.fullmatch(name))}
     if not parts:
-        msg = f"{tree.label} holds no index of a ColossalAI save"
-        raise UnknownFormatError(msg, hint="pass the folder with pytorch_model.bin.index.json, often modeling/")
+        msg = f"{tree.label} holds weight files of ColossalAI, but no index that says which tensor is where"
+        hint = "an unfinished save, or a part of the copy: copy pytorch_model.bin.index.json, or take an earlier save"
+        raise IncompleteShardsError(msg, hint=hint)
     if len({match[1] for match in parts.values()}) > 1:
         msg = f"{tree.label} holds stage indices of two saves: {listed(parts)}"
         raise AmbiguousCheckpointError(msg, hint="remove those of the older one")
@@ -168,8 +173,17 @@ def _index(tree: ByteTree) -> _Index:
     weight_map: dict[str, str] = {}
     for name in parts:
         weight_map |= {key: file for key, file in _weight_map(tree, name).items() if key not in weight_map}
+    of_index = set(weight_map.values())
+    if lost := [name for name in tree.files if _is_of_stage(name) and name not in of_index]:
+        msg = f"{tree.label}: the save was interrupted, and {listed(sorted(lost), most=3)} stand in no stage's index"
+        raise IncompleteShardsError(msg, hint="take an earlier save: this one is not whole")
     note = f"the save was interrupted before its index was written; it is put together from {len(parts)} stage indices"
     return _Index(tuple(parts), weight_map, (note,))
+
+
+def _is_of_stage(name: str) -> bool:
+    match = _WEIGHTS.fullmatch(name)
+    return match is not None and match["stage"] is not None
 
 
 def _weight_map(tree: ByteTree, name: str) -> dict[str, str]:
