@@ -105,6 +105,25 @@ def test_files_of_a_stage_that_has_no_index(tmp_path: Path) -> None:
     )
 
 
+def test_an_interrupted_file_that_holds_nothing_but_copies(tmp_path: Path) -> None:
+    """Expert-parallel ranks repeat what they share, perhaps in a file of their own."""
+    folder = copied("colossalai/syn_pp_interrupted", tmp_path)
+    first = folder / "tmp_index_files" / "pytorch_model.bin.index-stage-00001.json"
+    for stage in (1, 2):
+        own = json.loads((folder / "tmp_index_files" / f"pytorch_model.bin.index-stage-0000{stage}.json").read_text())
+        copies = {name: file.replace("-shard", "-00002-shard") for name, file in own["weight_map"].items()}
+        for name in set(own["weight_map"].values()):
+            shutil.copyfile(folder / name, folder / name.replace("-shard", "-00002-shard"))
+        path = first.with_name(f"pytorch_model.bin.index-stage-0000{stage}-00002.json")
+        path.write_text(json.dumps({"weight_map": copies}))
+        first.with_name(f"pytorch_model.bin.index-stage-0000{stage}.json").rename(
+            first.with_name(f"pytorch_model.bin.index-stage-0000{stage}-00001.json")
+        )
+    catalog = opened(MEMBER, folder)
+    assert all(tensor.replicas is not None for tensor in catalog.tensors.values())
+    assert not catalog.ignored
+
+
 @pytest.mark.parametrize("case", ["hp_pp2_bin", "ddp_bin", "async_llz1_safetensors"])
 def test_weight_files_without_an_index(tmp_path: Path, case: str) -> None:
     folder = copied(f"colossalai/{case}", tmp_path)

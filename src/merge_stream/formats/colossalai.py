@@ -59,10 +59,11 @@ _COPY = "copy the missing files into the folder, or pass their folder as a furth
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Which tensor is in which file, and where that was read."""
+    """Which tensor is in which file, all files that are named, and where that was read."""
 
     names: tuple[str, ...]
     weight_map: Mapping[str, str]
+    files: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -101,7 +102,7 @@ class ColossalAI:
     def open(self, tree: ByteTree, options: OpenOptions) -> Catalog:  # noqa: ARG002 (nothing to override here)
         """Every tensor that the index names."""
         index = _index(tree)
-        files = list(dict.fromkeys(index.weight_map.values()))
+        files = list(index.files)
         _require_files(tree, index, files)
         table = FileTable(tree)
         contents = {name: _contents(tree, name, table.index(name)) for name in files}
@@ -152,7 +153,8 @@ def _index(tree: ByteTree) -> _Index:
         msg = f"{tree.label} holds {len(final)} indices: {listed(final)}"
         raise AmbiguousCheckpointError(msg, hint="two models are in one folder; move one of them out")
     if final:
-        return _Index((final[0],), _weight_map(tree, final[0]))
+        whole = _weight_map(tree, final[0])
+        return _Index((final[0],), whole, tuple(dict.fromkeys(whole.values())))
     parts = {name: match for name in tree.files if (match := _STAGE_INDEX.fullmatch(name))}
     if not parts:
         msg = f"{tree.label} holds weight files of ColossalAI, but no index that says which tensor is where"
@@ -171,14 +173,16 @@ def _index(tree: ByteTree) -> _Index:
         msg = f"{tree.label}: the save was interrupted, and the indices of {named} are missing"
         raise IncompleteShardsError(msg, hint="take an earlier save: this one is not whole")
     weight_map: dict[str, str] = {}
+    files: dict[str, None] = {}  # ranks of experts repeat what they share: a file may hold nothing else
     for name in parts:
-        weight_map |= {key: file for key, file in _weight_map(tree, name).items() if key not in weight_map}
-    of_index = set(weight_map.values())
-    if lost := [name for name in tree.files if _is_of_stage(name) and name not in of_index]:
+        of_stage = _weight_map(tree, name)
+        files |= dict.fromkeys(of_stage.values())
+        weight_map |= {key: file for key, file in of_stage.items() if key not in weight_map}
+    if lost := [name for name in tree.files if _is_of_stage(name) and name not in files]:
         msg = f"{tree.label}: the save was interrupted, and {listed(sorted(lost), most=3)} stand in no stage's index"
         raise IncompleteShardsError(msg, hint="take an earlier save: this one is not whole")
     note = f"the save was interrupted before its index was written; it is put together from {len(parts)} stage indices"
-    return _Index(tuple(parts), weight_map, (note,))
+    return _Index(tuple(parts), weight_map, tuple(files), (note,))
 
 
 def _is_of_stage(name: str) -> bool:
