@@ -32,6 +32,7 @@ RULES = {
     "shared-expert",
     "text-model",
     "tower",
+    "voxtral",
 }
 TABLE = pathlib.Path(__file__).parents[2] / "docs" / "architectures.md"
 GOLDENS = pathlib.Path(__file__).parents[1] / "families" / "goldens"
@@ -96,8 +97,11 @@ def test_a_head_of_its_own_that_a_loader_never_reads(tmp_path: Path, kind: str, 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_vllm_has_no_head_in_gemma2(tmp_path: Path, *, tied: bool) -> None:
-    named = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "tie_word_embeddings": tied}
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gemma2", "Gemma2ForCausalLM"), ("cohere2_vision", "Cohere2VisionForConditionalGeneration")]
+)
+def test_vllm_has_no_head_there(tmp_path: Path, kind: str, name: str, *, tied: bool) -> None:
+    named = {"model_type": kind, "architectures": [name], "tie_word_embeddings": tied}
     assert told(tmp_path / "a", {}, **named)["head-refused"].startswith("error")
     tensors = {n: t for n, t in llama().items() if n != "lm_head.weight"}
     without = check_folder(model_folder(tmp_path / "b", tensors, llama_config(**named))).findings
@@ -202,6 +206,7 @@ def test_the_table_in_the_documentation_says_what_check_says(
         "zero bias": "router-bias" in text,
     }
     assert ("vLLM tries transformers' own model inside" in text) is (vllm == "inside"), text
+    assert ("vLLM reads Voxtral in Mistral's own form alone" in text) is (vllm == "refused"), text
     assert says_sglang[sglang], text
     assert says_tgi[tgi], text
 

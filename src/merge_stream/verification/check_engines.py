@@ -37,6 +37,7 @@ _NEVER_READ_A_HEAD: dict[str, frozenset[str]] = {
     "TGI": frozenset({"gpt2"}),
     "llama.cpp": frozenset({"gemma", "gemma2"}),
 }
+_NO_HEAD_IN_VLLM = frozenset({"cohere2_vision", "gemma2"})
 _LLAMA_CPP_DTYPES = frozenset(
     {"F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}
 )
@@ -133,16 +134,16 @@ def _heads(model: Headers) -> Iterator[Finding]:
         yield Finding("warning", "config", "head-bias", "vLLM, SGLang, TGI", text)
     heads = [name for name in model.tensors if name.endswith("lm_head.weight")]
     tied = tied_by_config(ModelInfo(model.config, "config.json"))
-    if heads and model.kind == "gemma2":
+    if heads and model.kind in _NO_HEAD_IN_VLLM:
         hint = "merge without --materialize-tied" if tied else "serve it with transformers"
-        yield Finding(
-            "error", "config", "head-refused", "vLLM", f"vLLM has no {heads[0]} in Gemma2, and refuses it", hint
-        )
+        text = f"vLLM has no place for {heads[0]} in {model.kind}, and refuses it"
+        yield Finding("error", "config", "head-refused", "vLLM", text, hint)
     if not heads or tied:
         return
     lost = [engine for engine, families in _NEVER_READ_A_HEAD.items() if model.kind in families]
     if lost:
-        text = f"{' and '.join(lost)} never read {heads[0]} of {model.kind}: the logits are wrong there"
+        reads = "reads" if len(lost) == 1 else "read"
+        text = f"{' and '.join(lost)} never {reads} {heads[0]} of {model.kind}: the logits are wrong there"
         hint = "the head of this model is not tied to the embedding: serve it with another engine"
         yield Finding("error", "config", "head-lost", ", ".join(lost), text, hint)
 
@@ -205,7 +206,10 @@ def _in_sglang(model: Headers, name: str) -> str:
 
 
 def _nested(model: Headers) -> Iterator[Finding]:
-    """Text models and towers inside a vision model that an engine has no class for."""
+    """Text models and towers inside a model that sees or hears, for which an engine has no class or other names."""
+    if model.kind == "voxtral" and any(name.startswith("audio_tower.") for name in model.tensors):
+        text = "vLLM reads Voxtral in Mistral's own form alone (params.json, consolidated.safetensors), not in this one"
+        yield Finding("warning", "config", "voxtral", "vLLM", text)
     tower, text_model = (str(model.nest(f"{n}_config").get("model_type") or "") for n in ("vision", "text"))
     if "LlavaForConditionalGeneration" in class_names(model.config)[:1] and tower in {
         "clip_vision_model",
