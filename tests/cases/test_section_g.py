@@ -207,6 +207,17 @@ def test_case_079_fewer_rows_than_the_config_says_are_refused(tmp_path: pathlib.
     assert "1000 rows" in refused(tmp_path, CheckpointError)
 
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "moe_intermediate_size": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
 # ---------------------------------------------------------------------------------------------------- 81, 83
 
 
@@ -260,17 +271,6 @@ def test_case_081_a_stage_with_a_gap_in_its_numbers_is_refused(tmp_path: pathlib
         del states[0, 1][name]
     write_ranks(tmp_path, states, arguments(of, pipeline_model_parallel_size=3), of.config)
     assert "stage 1 holds layers [0, 2]" in refused(tmp_path, CorruptCheckpointError)
-
-
-MIXTURE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "moe_intermediate_size": 8,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
 
 
 def mixture(of: Llama) -> tuple[Tensors, Tensors, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -354,7 +354,75 @@ def test_case_083_a_part_of_the_grid_that_is_missing(tmp_path: pathlib.Path) -> 
     assert "lacks" in refused(tmp_path, CheckpointError)
 
 
-# ---------------------------------------------------------------------------------------------------- 85 to 92
+# ---------------------------------------------------------------------------------------------------- 84 to 92
+
+
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
+
+
+def delta_net(folder: pathlib.Path, told: dict[str, int]) -> None:
+    """A Qwen3-Next of one delta net, packed on two tensor ranks; every row has a number of its own."""
+    kind = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "layer_types": ["linear_attention"]}
+    of = Llama(**DELTA_NET, **MIXTURE | kind)
+    _, whole, experts = mixture(of)
+    here, mlp = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
+    for name in ("linear_qkv.weight", "linear_proj.weight", "q_layernorm.weight", "k_layernorm.weight"):
+        del whole[f"{here}.{name}"]
+    whole[f"{here}.in_proj.layer_norm_weight"] = whole.pop(f"{here}.linear_qkv.layer_norm_weight")
+    for n in (0, 1):
+        whole[f"{mlp}.shared_experts.linear_fc{n + 1}.weight"] = experts[0][n]
+        whole |= {f"{mlp}.experts.linear_fc{n + 1}.weight{e}": expert[n] for e, expert in enumerate(experts)}
+    states: dict[tuple[int, ...], Tensors] = {}
+    for rank in (0, 1):
+        state = {name: tensor_part(name, tensor, rank, 2) for name, tensor in whole.items()}
+        packed = [SECTIONS[x][rank] for x in ("q", "k", "v", "z", "b", "a")]
+        rows = torch.tensor([row for part in packed for row in part], dtype=torch.float32)
+        state[f"{mlp}.shared_experts.gate_weight"] = torch.arange(16.0).reshape(1, 16)
+        state[f"{here}.in_proj.weight"] = rows.reshape(-1, 1).expand(-1, 16).clone()
+        state[f"{here}.conv1d.weight"] = rows[: sum(map(len, packed[:3]))].reshape(-1, 1, 1).expand(-1, 1, 4).clone()
+        state[f"{here}.A_log"], state[f"{here}.dt_bias"] = torch.arange(2.0) + 2 * rank, torch.arange(2.0) + 2 * rank
+        state[f"{here}.out_norm.weight"] = torch.arange(5.0)
+        state[f"{here}.out_proj.weight"] = (torch.arange(320.0).reshape(16, 20))[:, rank * 10 : rank * 10 + 10].clone()
+        states[rank,] = state
+    write_ranks(folder, states, {"tensor_model_parallel_size": 2, "swiglu": True, **told}, of.config)
+
+
+SECTIONS = {  # rows of each key head (q, k: 3) or of its two value heads (v, z: 10; b, a: 2) on ranks 0 and 1
+    "q": ([100, 101, 102], [103, 104, 105]),
+    "k": ([200, 201, 202], [203, 204, 205]),
+    "v": (list(range(300, 310)), list(range(310, 320))),
+    "z": (list(range(400, 410)), list(range(410, 420))),
+    "b": ([500, 501], [502, 503]),
+    "a": ([600, 601], [602, 603]),
+}
+
+
+def test_case_084_sections_of_a_delta_net_are_joined_one_by_one(tmp_path: pathlib.Path) -> None:
+    """Each rank packs q, k, v, z, b, a; the repository has them head by head (in_proj) or joined (conv1d)."""
+    from safetensors.torch import load_file
+
+    delta_net(tmp_path, DELTA_NET)
+    merged(tmp_path, write_config=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    at = "model.layers.0.linear_attn"
+    head = [[*SECTIONS["q"][k], *SECTIONS["k"][k], *SECTIONS["v"][k], *SECTIONS["z"][k]] for k in (0, 1)]
+    assert found[f"{at}.in_proj_qkvz.weight"][:, 0].int().tolist() == head[0] + head[1]
+    assert found[f"{at}.in_proj_ba.weight"][:, 0].int().tolist() == [500, 501, 600, 601, 502, 503, 602, 603]
+    joined = [row for x in "qkv" for rank in (0, 1) for row in SECTIONS[x][rank]]
+    assert found[f"{at}.conv1d.weight"][:, 0, 0].int().tolist() == joined
+    assert found[f"{at}.A_log"].tolist() == found[f"{at}.dt_bias"].tolist() == [0, 1, 2, 3]
+    assert found[f"{at}.norm.weight"].tolist() == [1, 2, 3, 4, 5]  # stored less one
+    assert torch.equal(found[f"{at}.out_proj.weight"], torch.arange(320.0).reshape(16, 20))
+
+
+def test_case_084_a_packed_layer_of_unknown_sections_is_refused(tmp_path: pathlib.Path) -> None:
+    delta_net(tmp_path, {})
+    assert "is packed, and the arguments do not tell how" in refused(tmp_path, UnsupportedError)
 
 
 def less_one(tensors: Tensors) -> Tensors:

@@ -25,7 +25,8 @@ from tests.cases.naive import assert_holds
 from tests.formats.naive import DATA
 from tests.makers.megatron_files import tensor_part, write_dist, write_ranks
 
-MADE = sorted((DATA / "megatron_bridges").glob("*.json"))
+FOLDER = DATA / "megatron_bridges"
+MADE = sorted(FOLDER.glob("*bridge.json"))
 Tensors = dict[str, torch.Tensor]
 
 
@@ -154,3 +155,129 @@ def test_further_names_of_the_table_mean_the_same(path: pathlib.Path, tmp_path: 
     write_ranks(tmp_path, {(0,): renamed}, {"swiglu": config["model_type"] != "nemotron"}, config)
     merged(tmp_path)
     assert_holds(tmp_path / "out", wanted)
+
+
+# ------------------------------------------------------- families that neither project has: Megatron's side by hand
+
+
+def by_group(*parts: torch.Tensor, groups: int) -> torch.Tensor:
+    """Rows of queries, keys and values, group by group."""
+    return torch.cat([part.chunk(groups)[group] for group in range(groups) for part in parts])
+
+
+def phi3(hf: Tensors, at: str) -> Tensors:
+    q, k, v = hf[f"{at}.self_attn.qkv_proj.weight"].split([16, 8, 8])
+    return {
+        "self_attention.linear_qkv.weight": by_group(q, k, v, groups=2),
+        "mlp.linear_fc1.weight": hf[f"{at}.mlp.gate_up_proj.weight"],
+    }
+
+
+def separate(hf: Tensors, at: str, leaf: str) -> torch.Tensor:
+    return by_group(*(hf[f"{at}.self_attn.{x}_proj.{leaf}"] for x in "qkv"), groups=2)
+
+
+def seed_oss(hf: Tensors, at: str) -> Tensors:
+    return {
+        "self_attention.linear_qkv.weight": separate(hf, at, "weight"),
+        "self_attention.linear_qkv.bias": separate(hf, at, "bias"),
+        "mlp.linear_fc1.weight": torch.cat([hf[f"{at}.mlp.{x}_proj.weight"] for x in ("gate", "up")]),
+    }
+
+
+def glm4(hf: Tensors, at: str) -> Tensors:
+    return {
+        "self_attention.linear_qkv.weight": separate(hf, at, "weight"),
+        "self_attention.linear_qkv.bias": separate(hf, at, "bias"),
+        "mlp.linear_fc1.weight": hf[f"{at}.mlp.gate_up_proj.weight"],
+        "post_self_attn_layernorm.weight": hf[f"{at}.post_self_attn_layernorm.weight"],
+        "post_mlp_layernorm.weight": hf[f"{at}.post_mlp_layernorm.weight"],
+    }
+
+
+def llama_like(hf: Tensors, at: str) -> Tensors:
+    """What all of them but GPT-NeoX share."""
+    return {
+        "self_attention.linear_proj.weight": hf[f"{at}.self_attn.o_proj.weight"],
+        "mlp.linear_fc2.weight": hf[f"{at}.mlp.down_proj.weight"],
+        "self_attention.linear_qkv.layer_norm_weight": hf[f"{at}.input_layernorm.weight"],
+        "mlp.linear_fc1.layer_norm_weight": hf[f"{at}.post_attention_layernorm.weight"],
+    }
+
+
+def neox(hf: Tensors) -> Tensors:
+    """Each head's query, key and value stand together on both sides."""
+    made = {
+        "embedding.word_embeddings.weight": hf["gpt_neox.embed_in.weight"],
+        "output_layer.weight": hf["embed_out.weight"],
+        "decoder.final_layernorm.weight": hf["gpt_neox.final_layer_norm.weight"],
+        "decoder.final_layernorm.bias": hf["gpt_neox.final_layer_norm.bias"],
+    }
+    names = {
+        "self_attention.linear_qkv.": "attention.query_key_value.",
+        "self_attention.linear_proj.": "attention.dense.",
+        "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
+        "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    }
+    for layer in (0, 1):
+        for here, there in names.items():
+            for leaf in ("weight", "bias"):
+                made[f"decoder.layers.{layer}.{here}{leaf}"] = hf[f"gpt_neox.layers.{layer}.{there}{leaf}"]
+    return made
+
+
+DERIVED = {"phi3": phi3, "seed_oss": seed_oss, "glm4": glm4, "gpt_neox": None}
+
+
+def derived(family: str) -> tuple[dict[str, Any], Tensors, Tensors]:
+    config, wanted, _, _ = opened(FOLDER / f"{family}.transformers.json")
+    layer_of = DERIVED[family]
+    if layer_of is None:
+        return config, wanted, neox(wanted)
+    made = {
+        "embedding.word_embeddings.weight": wanted["model.embed_tokens.weight"],
+        "output_layer.weight": wanted["lm_head.weight"],
+        "decoder.final_layernorm.weight": wanted["model.norm.weight"],
+    }
+    for layer in (0, 1):
+        at = f"model.layers.{layer}"
+        parts = llama_like(wanted, at) | layer_of(wanted, at)
+        made |= {f"decoder.layers.{layer}.{name}": tensor for name, tensor in parts.items()}
+    return config, wanted, made
+
+
+@pytest.mark.parametrize("layout", ["dist", "ranks"])
+@pytest.mark.parametrize("family", DERIVED)
+def test_a_family_of_no_bridge_is_the_model_again(family: str, layout: str, tmp_path: pathlib.Path) -> None:
+    """Names and shapes of the repository are transformers' own."""
+    config, wanted, megatron = derived(family)
+    arguments = {"swiglu": family != "gpt_neox", "tensor_model_parallel_size": 2}
+    if family == "glm4":
+        arguments |= {"rotary_interleaved": True, "rotary_percent": 0.5}
+    if layout == "dist":
+        write_dist(tmp_path, megatron, config, arguments)
+    else:
+        gated = family != "gpt_neox"
+        states = {
+            (rank,): {
+                name: tensor_part(name, tensor, rank, 2)
+                if gated or ".linear_fc1." not in name or "layer_norm" in name
+                else tensor.chunk(2)[rank].clone()
+                for name, tensor in megatron.items()
+            }
+            for rank in (0, 1)
+        }
+        write_ranks(tmp_path, states, arguments, config)
+    report = merge(tmp_path / "ckpt", tmp_path / "out", MergeOptions(base_model=str(tmp_path / "hf")))
+    assert any("no Megatron checkpoint" in note for note in report.notes)
+    assert_holds(tmp_path / "out", wanted)
+
+
+def test_rotary_pairs_of_glm4_are_neighbours_on_both_sides(tmp_path: pathlib.Path) -> None:
+    """Halves would have to be put in another order, which is not known for a part of a head."""
+    config, _, megatron = derived("glm4")
+    write_dist(tmp_path, megatron, config, {"rotary_interleaved": False})
+    with pytest.raises(UnsupportedError, match="rotary pairs are halves, those of glm4 are neighbours"):
+        merged(tmp_path)

@@ -36,7 +36,11 @@ import torch
 
 HERE = pathlib.Path(__file__).resolve().parents[1] / "data" / "megatron_bridges"
 Tensors = dict[str, torch.Tensor]
-VERSIONS = {"megatron-bridge": "Megatron-Bridge 0.6.2", "mbridge": "mbridge 0.15.1"}
+VERSIONS = {
+    "megatron-bridge": "Megatron-Bridge 0.6.2",
+    "mbridge": "mbridge 0.15.1",
+    "transformers": "transformers 4.57.6",
+}
 
 DENSE: dict[str, Any] = {
     "hidden_size": 16,
@@ -189,6 +193,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "minimax_m2.minimax_m2_bridge:MiniMaxM2Bridge",
         "",
     ),
+}
+# Families that neither project has: names and shapes alone, the Megatron side is written by hand in the test.
+FAMILIES |= {
+    "phi3": ("Phi3", DENSE, "", ""),
+    "seed_oss": ("SeedOss", DENSE | {"attention_bias": True, "attention_out_bias": False}, "", ""),
+    "glm4": ("Glm4", DENSE | {"attention_bias": True}, "", ""),
+    "gpt_neox": ("GPTNeoX", DENSE | {"num_key_value_heads": 4}, "", ""),
 }
 
 
@@ -555,6 +566,8 @@ def main() -> None:
             made_too = by_mbridge(mbridge, config, tensors, names)
             write(family, "mbridge", config, tensors, made_too, {})
             print(family, "mbridge", len(made_too))
+        if not theirs and not mbridge:
+            write(family, "transformers", config, tensors, {}, {})
 
 
 if __name__ == "__main__":
