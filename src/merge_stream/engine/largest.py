@@ -22,7 +22,7 @@ from merge_stream.engine.journal import DoneRanges
 from merge_stream.planning.plan import Plan, Quantized
 from merge_stream.planning.segments import Segment, segments_of
 
-__all__ = ["Largest", "measure_largest"]
+__all__ = ["Largest", "largest_of", "measure_largest"]
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ def measure_largest(
             parameter = plan.parameters[segment.tiles[0].parameter]
             with budget.lease() as lease:
                 rows = assembler.rows(parameter, [tile.box for tile in segment.tiles], lease)
-                top, nbytes = _largest(rows), rows.nbytes
+                top, nbytes = largest_of(rows), rows.nbytes
                 if not np.isfinite(top):
                     raise not_finite(quantized.name, int(rows.size - np.count_nonzero(np.isfinite(rows))))
             with tell:
@@ -89,7 +89,7 @@ def _measured(plan: Plan, segment_bytes: int) -> Iterator[tuple[Segment, Quantiz
             yield segment, quantized
 
 
-def _largest(rows: np.ndarray) -> float:
+def largest_of(rows: np.ndarray) -> float:
     """The largest magnitude in float32; NaN or infinity when there is one."""
     flat, top = rows.reshape(-1), np.float32(0)
     with np.errstate(all="ignore"):
