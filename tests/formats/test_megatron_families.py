@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from merge_stream.api import merge
+from merge_stream.architectures.megatron import megatron_families
 from merge_stream.errors import UnsupportedError
 from merge_stream.options import MergeOptions
 from tests.cases.naive import assert_holds
@@ -281,3 +282,13 @@ def test_rotary_pairs_of_glm4_are_neighbours_on_both_sides(tmp_path: pathlib.Pat
     write_dist(tmp_path, megatron, config, {"rotary_interleaved": False})
     with pytest.raises(UnsupportedError, match="rotary pairs are halves, those of glm4 are neighbours"):
         merged(tmp_path)
+
+
+def test_the_table_of_the_docs_has_every_family() -> None:
+    """And calls those derived by hand whose merge says so."""
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "architectures.md").read_text()
+    rows = [line for line in text.split("## Megatron\n")[1].split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    told = {
+        kind: "hand" in row.split("|")[2] for row in rows for kind in re.findall(r"`([a-z0-9_]+)`", row.split("|")[1])
+    }
+    assert told == {kind: not family.proof for kind, family in megatron_families().items()}
