@@ -25,17 +25,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from merge_stream.engine.journal import read_journal
 
-__all__ = ["Harness", "Outcome", "make_checkpoint"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CONFIG", "Harness", "Outcome", "make_checkpoint", "model_of"]
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
 SMALL = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up")
+LAYERS = 8
 SECONDS = 120
 MOST_REDONE = 0.05
 SETTINGS = (
@@ -48,32 +52,38 @@ SETTINGS = (
 
 
 def make_checkpoint(folder: pathlib.Path, megabytes: int) -> pathlib.Path:
-    """Rank files of four ranks; about `megabytes` of fp32 values, different in every row."""
-    import torch
+    """Rank files of four ranks, every other large matrix cut along columns."""
     from torch.distributed.tensor import Shard
 
     from tests.makers.dtensor import Spread, write_ranks
 
+    odd = {f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(1, LAYERS, 2)}
+    tensors = {name: Spread(value, [Shard(int(name in odd))]) for name, value in model_of(megabytes).items()}
+    return write_ranks(folder, (4,), tensors, config=CONFIG)
+
+
+def model_of(megabytes: int) -> dict[str, torch.Tensor]:
+    """About `megabytes` of fp32 values, different in every row."""
+    import torch
+
     values = torch.randn(1 << 20, generator=torch.Generator().manual_seed(5))
-    columns, layers = 1024, 8
-    rows = megabytes * 1_000_000 // (4 * columns * (layers + 2))
+    columns = 1024
+    rows = megabytes * 1_000_000 // (4 * columns * (LAYERS + 2))
 
     def tensor(number: int, count: int) -> torch.Tensor:
         flat = values.roll(number * 4099).repeat(-(-count * columns // len(values)) + 1)
         return flat[number * 131 :][: count * columns].reshape(count, columns)
 
-    tensors = {"model.embed_tokens.weight": Spread(tensor(99, rows * 2 + 3), [Shard(0)])}
-    tensors["lm_head.weight"] = Spread(tensor(98, 64), [Shard(0)])
-    tensors["model.norm.weight"] = Spread(values[:columns].clone(), [Shard(0)])
-    for layer in range(layers):
-        name, dim = f"model.layers.{layer}.mlp.down_proj.weight", layer % 2
-        tensors[name] = Spread(tensor(layer, rows + layer), [Shard(dim)])
+    tensors = {"model.embed_tokens.weight": tensor(99, rows * 2 + 3), "lm_head.weight": tensor(98, 64)}
+    tensors["model.norm.weight"] = values[:columns].clone()
+    for layer in range(LAYERS):
+        tensors[f"model.layers.{layer}.mlp.down_proj.weight"] = tensor(layer, rows + layer)
         norm = values[layer * 1000 : layer * 1000 + columns].clone()
         for part in ("input", "post_attention"):
-            tensors[f"model.layers.{layer}.{part}_layernorm.weight"] = Spread(norm, [Shard(0)])
+            tensors[f"model.layers.{layer}.{part}_layernorm.weight"] = norm
         for number, part in enumerate(SMALL):
-            tensors[f"model.layers.{layer}.{part}_proj.weight"] = Spread(tensor(50 + number, 16), [Shard(0)])
-    return write_ranks(folder, (4,), tensors, config=CONFIG)
+            tensors[f"model.layers.{layer}.{part}_proj.weight"] = tensor(50 + number, 16)
+    return tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +101,19 @@ class Outcome:
 class Harness:
     """A checkpoint, its true results, and runs that are disturbed."""
 
-    def __init__(self, folder: pathlib.Path, *, megabytes: int, seed: int) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        megabytes: int,
+        seed: int,
+        make: Callable[[pathlib.Path, int], pathlib.Path] = make_checkpoint,
+        words: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self.random = random.Random(seed)
-        self.ckpt = make_checkpoint(folder / "ckpt", megabytes)
+        self.ckpt = make(folder / "ckpt", megabytes)
+        self.words = words
         self.expected: dict[str, pathlib.Path] = {}
         self.seconds: dict[str, float] = {}
         self.data_nbytes: dict[str, int] = {}
@@ -109,7 +128,7 @@ class Harness:
     def command(self, out: pathlib.Path, dtype: str, settings: Sequence[str], *more: str) -> list[str]:
         """The merge."""
         words = ["merge", str(self.ckpt), str(out), "--dtype", dtype, "--max-shard-size", "200MB", "--json", "-q"]
-        return [sys.executable, "-m", "merge_stream", *words, *settings, *more]
+        return [sys.executable, "-m", "merge_stream", *words, *self.words, *settings, *more]
 
     def run(self, number: int) -> Outcome:
         """Start, kill, resume, compare; raises AssertionError when a promise is broken."""
