@@ -38,6 +38,7 @@ LAYERS = (
         "prediction",
         "vocabulary",
         "preflight",
+        "store_job",
         "through_store",
         "verl_spelling",
         "__main__",

@@ -37,6 +37,8 @@ from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import beside_the_weights, finish_folder
 from merge_stream.output.place import (
+    MODEL,
+    OutputKind,
     OutputPlace,
     choose_place,
     commit,
@@ -44,6 +46,7 @@ from merge_stream.output.place import (
     finish_interrupted_commit,
     interrupted_commit,
 )
+from merge_stream.planning.plan import Plan
 from merge_stream.preflight import preflight
 from merge_stream.report import Report
 from merge_stream.storage.local import LocalSource
@@ -62,6 +65,7 @@ __all__ = [
     "merge",
     "open_checkpoint",
     "push",
+    "report_of_moved",
     "verify",
 ]
 
@@ -89,16 +93,17 @@ def execute(
     observer: Observer | None = None,
     stop: StopFlag | None = None,
     area: type[DirectStaging] = DirectStaging,
+    kind: OutputKind = MODEL,
 ) -> Staged:
     """Write all output bytes into the partial folder of `out`, going on where an earlier run ended.
 
     The returned `Staged` holds the lock of the partial folder: give it to `finalize`. `area` is the kind of
-    staging area.
+    staging area, `kind` what `out` becomes.
     """
     observer, stop = observer or Silent(), stop or StopFlag()
     started = time.monotonic()
     place = choose_place(
-        out, overwrite=job.options.overwrite, inputs=(*inputs, job.catalog.root, *job.catalog.config_dirs)
+        out, overwrite=job.options.overwrite, inputs=(*inputs, job.catalog.root, *job.catalog.config_dirs), kind=kind
     )
     preflight(job, place)
     memory = memory_for(job.options, job.named, least_segment=job.least_segment, columns=job.columns)
@@ -269,9 +274,13 @@ def _committed_before(
     left_over = finish_interrupted_commit(out) or ()
     observer(Noted(f"an earlier run was ended while it moved the finished model to {os.fspath(out)}; it is there now"))
     job = make_plan(open_checkpoint(paths, opening, max_mem=options.max_mem), options, observer=observer, stop=stop)
-    plan = job.plan
-    if plan.fingerprint != fingerprint:
+    if job.plan.fingerprint != fingerprint:
         return None
+    return report_of_moved(job, job.plan, out, left_over)
+
+
+def report_of_moved(job: Job, plan: Plan, out: str | os.PathLike[str], left_over: tuple[str, ...]) -> Report:
+    """Of the model of `plan` that an earlier run had finished, and that was only moved now."""
     return Report(
         out=os.path.abspath(out),
         format=job.catalog.format,

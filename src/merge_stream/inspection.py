@@ -108,5 +108,7 @@ def describe(
 
 
 def _lora_facts(catalog: Catalog) -> dict[str, str | int]:
+    if catalog.staged is not None:
+        return {"LoRA": catalog.staged.lora} if catalog.staged.lora else {}
     count = sum(".lora_" in name for name in catalog.tensors)
     return {"LoRA": f"{counted(count, 'tensor')} of adapters; a merge folds them (--lora)"} if count else {}

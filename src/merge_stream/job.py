@@ -18,6 +18,7 @@ from merge_stream.architectures.lora import is_adapter_alone
 from merge_stream.architectures.precision import names_kept_wide
 from merge_stream.architectures.ties import absent_head
 from merge_stream.base_weights import refuse_without_base, with_base_weights
+from merge_stream.containers.zarr_array import ADAPTER_GROUP
 from merge_stream.encodings.base import temporaries
 from merge_stream.encodings.cast import Cast, encoding_for
 from merge_stream.engine.budget import MemoryBudget
@@ -53,7 +54,7 @@ from merge_stream.units import counted, format_bytes
 from merge_stream.verification.check_engines import Headers, engine_warnings
 from merge_stream.vocabulary import with_true_vocabulary
 
-__all__ = ["Job", "card_facts", "lora_note", "make_plan", "memory_for"]
+__all__ = ["Job", "card_facts", "dtype_of", "lora_note", "make_plan", "memory_for"]
 
 _HUB_LARGEST = 50_000_000_000
 
@@ -92,7 +93,7 @@ def make_plan(
     """
     options, observer, stop = options or MergeOptions(), observer or Silent(), stop or StopFlag()
     adapter_alone = is_adapter_alone(catalog)
-    if adapter_alone and options.lora.mode == "keep":
+    if (adapter_alone and options.lora.mode == "keep") or _is_kept_alone(catalog):
         folder = ModelFolder(ModelInfo(None))  # OUT is nothing but the adapter
     else:
         if adapter_alone:
@@ -119,7 +120,7 @@ def make_plan(
     catalog = replace(catalog, files=(*catalog.files, *named.files))
     resolved = named.parameters
     quantized = _quantized(catalog, folder, named, options)
-    encoding = encoding_for(_dtype_of(catalog, folder, options))
+    encoding = encoding_for(dtype_of(catalog, folder, options))
     memory = plan_memory(
         options.max_mem,
         workers=options.workers,
@@ -184,6 +185,12 @@ def make_plan(
     )
 
 
+def _is_kept_alone(catalog: Catalog) -> bool:
+    """True for a store of nothing but an adapter."""
+    every = list(catalog.tensors)
+    return catalog.staged is not None and bool(every) and all(n.startswith(f"{ADAPTER_GROUP}/") for n in every)
+
+
 def _quantized(catalog: Catalog, folder: ModelFolder, named: Named, options: MergeOptions) -> QuantizedWeights:
     """What `--quantize` means for this model; nothing without it."""
     if options.quantize is None:
@@ -201,7 +208,7 @@ def _quantized(catalog: Catalog, folder: ModelFolder, named: Named, options: Mer
     )
 
 
-def _dtype_of(catalog: Catalog, folder: ModelFolder, options: MergeOptions) -> DtypeName:
+def dtype_of(catalog: Catalog, folder: ModelFolder, options: MergeOptions) -> DtypeName:
     """`--dtype`; under `keep`, masters that stand for the weights of a 16-bit model get the type of its config."""
     if options.dtype == "keep" and catalog.module_dtype == "config":
         told = str((folder.info.config or {}).get("dtype") or (folder.info.config or {}).get("torch_dtype"))

@@ -18,7 +18,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 def remarks_on_memory_files(place: OutputPlace, plan: Plan, memory: MemoryPlan) -> tuple[str, ...]:
-    """A remark when OUT lies in memory; DiskSpaceError when model and run together need more than is free.
+    """A remark when OUT lies in memory; DiskSpaceError when what is written and the run need more than is free.
 
     What an interrupted run has written is there already and does not count again.
     """
@@ -32,10 +32,10 @@ def remarks_on_memory_files(place: OutputPlace, plan: Plan, memory: MemoryPlan) 
     where = f"{place.out} lies in memory ({mount.type} on {mount.folder})"
     if output + run > free.nbytes:
         msg = (
-            f"{where}: the model's {format_bytes(output)} and this run's {format_bytes(run)} do not fit in the "
-            f"{format_bytes(free.nbytes)} that {free.words} has free"
+            f"{where}: the {place.kind.content}'s {format_bytes(output)} and this run's {format_bytes(run)} do not fit "
+            f"in the {format_bytes(free.nbytes)} that {free.words} has free"
         )
-        raise DiskSpaceError(msg, hint="choose an OUT on a disk")
+        raise DiskSpaceError(msg, hint=f"choose {place.kind.some} on a disk")
     return (f"{where}: its {format_bytes(output)} are memory too, beside --max-mem, until they are moved or removed",)
 
 

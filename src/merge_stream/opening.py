@@ -22,6 +22,7 @@ from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.allowance import DEFAULT_LIMIT, MetadataAllowance
 from merge_stream.storage.local import LocalTree
+from merge_stream.storage.unfinished import refuse_unfinished
 from merge_stream.tensors.ref import Catalog
 from merge_stream.tensors.stored_checksum import ChecksumReader
 
@@ -49,6 +50,8 @@ def open_checkpoint(
     MemoryLimitTooSmallError when a file's metadata would take the process beyond `max_mem` bytes.
     """
     options = options or OpenOptions()
+    for path in paths:
+        refuse_unfinished(path)
     given, tree = _tree_of(paths, MetadataAllowance(max_mem))
     found = find_checkpoint(tree, options.format)
     _require_meaning(found, options)

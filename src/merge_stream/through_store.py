@@ -10,40 +10,45 @@ output is not a model: planning, memory bound, resume and commit are those of `a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from merge_stream.api import Staged, execute, merge
-from merge_stream.encodings.cast import encoding_for
-from merge_stream.engine.events import Noted, Observer, Phase, Silent, Warned
+from merge_stream.api import Staged, execute, merge, report_of_moved
+from merge_stream.engine.events import Noted, Observer, Phase, Silent
 from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.memory import peak_rss
-from merge_stream.engine.staging import STORE, STORE_ENTRIES, locked
+from merge_stream.engine.staging import STORE, locked
 from merge_stream.engine.zarr_staging import ZarrStaging
-from merge_stream.errors import DiskSpaceError, OutputExistsError
-from merge_stream.job import Job, lora_note, make_plan
-from merge_stream.opening import open_checkpoint
+from merge_stream.errors import OutputExistsError, PlanMismatchError
+from merge_stream.job import Job, lora_note
 from merge_stream.options import LoraChoice, MergeOptions, OpenOptions
 from merge_stream.output.place import (
+    INNER_STORE,
+    KEPT_STORE,
+    STORE_OF_STAGE,
+    OutputKind,
     OutputPlace,
     choose_place,
     commit,
     finish_interrupted_commit,
     interrupted_commit,
+    interrupted_identity,
 )
 from merge_stream.output.store_folder import fingerprint_of_store, finish_store, staged_facts
-from merge_stream.planning.store_layout import LEAST_SEGMENT, store_plan
+from merge_stream.planning.store_layout import STORE_IDENTITY
+from merge_stream.preflight import Target, check_together, writes_of
 from merge_stream.report import Report
-from merge_stream.units import format_bytes
+from merge_stream.store_job import Checkpoint, inputs_of, model_of_store, plan_store
 
-__all__ = ["finalize_store", "merge_through_store", "stage"]
+__all__ = ["finalize_store", "merge_through_store", "stage", "targets_of"]
 
 
 def stage(
-    checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    checkpoint: Checkpoint,
     store: str | os.PathLike[str],
     options: MergeOptions | None = None,
     *,
@@ -59,11 +64,11 @@ def stage(
     options, observer, stop = options or MergeOptions(), observer or Silent(), stop or StopFlag()
     path = os.fspath(store)
     _finish_commit(path, observer)
-    given = _inputs(checkpoint, options)
+    given = inputs_of(checkpoint, options)
     if not fingerprint_of_store(path):
-        _free_place(path, given)
-    job = _planned(checkpoint, options, opening, observer, stop)
-    return _stage(job, path, given, observer, stop)
+        choose_place(path, overwrite=False, inputs=given, kind=STORE_OF_STAGE)
+    job = plan_store(checkpoint, options, opening, observer, stop)
+    return _stage(job, path, given, observer, stop, STORE_OF_STAGE)
 
 
 def finalize_store(
@@ -80,7 +85,7 @@ def finalize_store(
 
 
 def merge_through_store(
-    checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    checkpoint: Checkpoint,
     out: str | os.PathLike[str],
     options: MergeOptions,
     *,
@@ -90,19 +95,27 @@ def merge_through_store(
 ) -> Report:
     """Stage, then finalize: in `options.keep_store`, or in the partial folder of `out`, which goes with success."""
     observer, stop = observer or Silent(), stop or StopFlag()
-    _finish_commit(os.fspath(out), observer)
-    given = _inputs(checkpoint, options)
+    given, job = inputs_of(checkpoint, options), None
+    identity = interrupted_identity(out)
+    left = _finish_commit(os.fspath(out), observer)
+    if identity is not None:
+        job = plan_store(checkpoint, options, opening, observer, stop)
+        before = _committed_before(job, identity, out, options, left)
+        if before is not None:
+            return before
     place = choose_place(out, overwrite=options.overwrite, inputs=given)
     store = options.keep_store or os.path.join(place.work, STORE)
-    job = _planned(checkpoint, options, opening, observer, stop)
-    _check_room(job, place, store, options)
+    kind = KEPT_STORE if options.keep_store else INNER_STORE
+    job = job or plan_store(checkpoint, options, opening, observer, stop)
+    if fingerprint_of_store(store) != job.plan.fingerprint:
+        _refuse_other_run(place, options)
+    check_together(targets_of(job, place, store, kind, given, options))
     lock = locked(place.work)
     try:
-        if options.keep_store:
-            _finish_commit(store, observer)
-        elif options.restart:
-            shutil.rmtree(store, ignore_errors=True)
-        first = _stage(job, store, given, observer, stop)
+        if options.restart and kind is INNER_STORE:
+            _begin_anew(store)
+        _finish_commit(store, observer)
+        first = _stage(job, store, given, observer, stop, kind)
     finally:
         os.close(lock)
     second = finalize_store(
@@ -130,35 +143,33 @@ def merge_through_store(
     return second
 
 
-def _planned(
-    checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    options: MergeOptions,
-    opening: OpenOptions | None,
-    observer: Observer,
-    stop: StopFlag,
-) -> Job:
-    """The job that stages: tensors in their source types, in the files of a store."""
-    paths = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else list(checkpoint)
-    observer(Phase("reading metadata"))
-    kept = replace(options, dtype="keep", overwrite=False, verify=False, sha256=False)
-    job = make_plan(open_checkpoint(paths, opening, max_mem=options.max_mem), kept, observer=observer, stop=stop)
-    for text in job.warnings:
-        observer(Warned(text))
-    job.plan = store_plan(job.plan)
-    job.least_segment = LEAST_SEGMENT
-    return job
+def targets_of(  # noqa: PLR0917 - the facts of one merge
+    job: Job, place: OutputPlace, store: str, kind: OutputKind, given: tuple[str, ...], options: MergeOptions
+) -> list[Target]:
+    """What stands on the disks at one time: the store, unless it is there already, and the model."""
+    targets = [
+        Target(place, writes_of(model_of_store(job, options), job.folder, job.memory.segment, sparse=options.sparse))
+    ]
+    if fingerprint_of_store(store) != job.plan.fingerprint:
+        at = choose_place(store, overwrite=False, inputs=given, kind=kind)
+        targets.insert(0, Target(at, writes_of(job.plan, job.folder, job.memory.segment)))
+    return targets
 
 
-def _stage(job: Job, store: str, given: tuple[str, ...], observer: Observer, stop: StopFlag) -> Report:
+def _stage(  # noqa: PLR0917 - the facts of one run
+    job: Job, store: str, given: tuple[str, ...], observer: Observer, stop: StopFlag, kind: OutputKind
+) -> Report:
     before = fingerprint_of_store(store)
     if before == job.plan.fingerprint:
         observer(Noted(f"{store} holds this checkpoint already"))
         return _report(job, store, None)
     if before:
         msg = f"{store} is the store of another checkpoint, or of this one staged with other options"
-        raise OutputExistsError(msg, hint="choose another STORE, or remove that one yourself")
-    _free_place(store, given)
-    staged = execute(job, store, inputs=given, observer=observer, stop=stop, area=ZarrStaging)
+        way = f"choose another {kind.word}, or remove that one yourself"
+        way = "give the same options to continue it, or --restart to begin anew" if kind is INNER_STORE else way
+        raise OutputExistsError(msg, hint=way)
+    choose_place(store, overwrite=False, inputs=given, kind=kind)
+    staged = execute(job, store, inputs=given, observer=observer, stop=stop, area=ZarrStaging, kind=kind)
     staging = staged.staging
     try:
         observer(Phase("finishing the store"))
@@ -169,6 +180,7 @@ def _stage(job: Job, store: str, given: tuple[str, ...], observer: Observer, sto
             job.options,
             architecture=job.named.mapping.architecture,
             lora=lora_note(job.named),
+            adapter_config=job.named.adapter_config,
         )
         finish_store(job.plan, staging, job.folder, facts)
         commit(staged.place)
@@ -217,43 +229,42 @@ def _report(job: Job, store: str, staged: Staged | None) -> Report:
     return report
 
 
-def _inputs(
-    checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: MergeOptions
-) -> tuple[str, ...]:
-    paths = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else list(checkpoint)
-    return (*(os.fspath(p) for p in paths), *([options.base_model] if options.base_model else []))
+def _finish_commit(path: str, observer: Observer) -> tuple[str, ...]:
+    """Make the renames that an earlier run was killed before; what could not be removed then."""
+    if not interrupted_commit(path):
+        return ()
+    left = finish_interrupted_commit(path) or ()
+    observer(Noted(f"an earlier run was ended while it moved what it had finished to {path}; it is there now"))
+    return left
 
 
-def _finish_commit(path: str, observer: Observer) -> None:
-    """Make the renames that an earlier run was killed before."""
-    if interrupted_commit(path):
-        finish_interrupted_commit(path)
-        observer(Noted(f"an earlier run was ended while it moved what it had finished to {path}; it is there now"))
+def _committed_before(
+    job: Job, identity: Mapping[str, str], out: str | os.PathLike[str], options: MergeOptions, left: tuple[str, ...]
+) -> Report | None:
+    """The report when the model that an earlier run was moving to OUT is the one that is asked for.
+
+    The store may be gone with that run, so the model is known by what was staged and by its own files.
+    """
+    model = model_of_store(job, options)
+    told = {**{name: model.identity[name] for name in _OF_MODEL}, STORE_IDENTITY: job.plan.fingerprint}
+    if any(identity.get(name) != value for name, value in told.items()):
+        return None
+    return report_of_moved(job, replace(model, identity=identity), out, left)
 
 
-def _free_place(store: str, given: tuple[str, ...]) -> None:
-    """OutputExistsError unless `store` is free; a store is never replaced."""
-    try:
-        choose_place(store, overwrite=False, inputs=given)
-    except OutputExistsError as error:
-        hint = "choose another STORE, or remove that one yourself" if "--overwrite" in error.hint else error.hint
-        raise OutputExistsError(error.message, hint=hint) from None
+_OF_MODEL = ("--dtype", "--max-shard-size", "output files (names, tensors, types, offsets)")
 
 
-def _check_room(job: Job, place: OutputPlace, store: str, options: MergeOptions) -> None:
-    """DiskSpaceError when store and model together do not fit on the disk of OUT (they stand there at one time)."""
-    encoding = encoding_for(options.dtype)
-    model = sum(p.size * encoding.target(p.name, p.dtype).itemsize for p in job.plan.parameters)
-    work, folder = place.work, place.out
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    staged = 0 if options.keep_store or fingerprint_of_store(store) else job.plan.write_nbytes
-    there = _nbytes_below(place.model_dir) + sum(_nbytes_below(os.path.join(work, name)) for name in STORE_ENTRIES)
-    needed, free = model + staged - there, shutil.disk_usage(folder).free
-    if needed > free:
-        msg = f"{folder} has {format_bytes(free)} free, the store and the model need {format_bytes(needed)}"
-        raise DiskSpaceError(msg, hint="free some space, put the store on another disk (--keep-store), or stage direct")
+def _refuse_other_run(place: OutputPlace, options: MergeOptions) -> None:
+    """PlanMismatchError, before anything is staged, when the partial folder of OUT belongs to another merge."""
+    if os.path.lexists(os.path.join(place.work, "plan.json")) and not options.restart:
+        msg = f"{place.work} belongs to another run: it was begun without this store"
+        raise PlanMismatchError(msg, hint="give the same options to continue it, or --restart to begin anew")
 
 
-def _nbytes_below(folder: str) -> int:
-    return sum(os.lstat(os.path.join(at, name)).st_blocks * 512 for at, _, names in os.walk(folder) for name in names)
+def _begin_anew(store: str) -> None:
+    """Remove the store in a partial folder, whole or begun."""
+    for end in ("", ".partial"):
+        shutil.rmtree(store + end, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{store}.partial.committing")

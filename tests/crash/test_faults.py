@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,3 +173,41 @@ class TestHarmless:
             signal.signal(signal.SIGALRM, before)
         assert len(caught) > 20
         small.assert_whole(tmp_path / "out")
+
+
+class TestThroughAStore:
+    """`--staging zarr`: killed in place of any of its renames, the same command ends in the model, with exit code 0."""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("target", ["new", "empty", "overwrite", "kept store"])
+    def test_killed_at_a_rename(self, small: Small, tmp_path: Path, faults: Faults, target: str) -> None:
+        def run(out: Path) -> int:
+            words = ["--staging", "zarr", "--workers", "1", "-q"]
+            words += ["--overwrite"] if target == "overwrite" else []
+            words += ["--keep-store", f"{out}-store"] if target == "kept store" else []
+            return small.merge(out, *words)
+
+        def fresh(name: str) -> Path:
+            out = tmp_path / name
+            if target == "empty":
+                out.mkdir()
+            if target == "overwrite":
+                small.merge(out, "-q")
+            faults.seen.clear()
+            return out
+
+        assert run(fresh("undisturbed")) == 0
+        renames = [k for k, (call, _) in enumerate(faults.seen) if call in {"rename", "replace"}]
+        assert len(renames) > 3
+        for number in sorted({*renames, *(k + 1 for k in renames)}):
+            out = fresh(f"out{number}")
+            faults.kill_at(number)
+            assert in_a_child(lambda out=out: run(out)) == -signal.SIGKILL
+            faults.heal()
+            if target != "overwrite":
+                small.assert_nothing_wrong(out)
+            assert run(out) == 0, (number, faults.seen[number])
+            small.assert_nothing_wrong(out)
+            assert_holds(out, small.tensors)
+            assert not list(tmp_path.glob(f"{out.name}.*"))
+            assert not [name for name in os.listdir(out) if name.startswith(".")]

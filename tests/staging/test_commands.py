@@ -109,7 +109,7 @@ def test_inspect_and_plan_know_a_store(ranks: pathlib.Path, tmp_path: pathlib.Pa
         (["merge", "STORE", "OUT", "--base-model", "LLAMA"], "--base-model was decided when"),
         (["merge", "STORE", "OUT", "--lora", "merge"], "--lora was decided when"),
         (["finalize", "STORE", "STORE"], "OUT is the input folder"),
-        (["stage", "CKPT", "CKPT/inner/../../ckpt"], "OUT is the input folder"),
+        (["stage", "CKPT", "CKPT/inner/../../ckpt"], "STORE is the input folder"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
@@ -150,3 +150,21 @@ def test_a_tied_head_is_written_on_request_only(tmp_path: pathlib.Path) -> None:
         assert tool("merge", ckpt, tmp_path / f"direct-{name}", *words, "-q").code == 0
         assert contents(tmp_path / name) == contents(tmp_path / f"direct-{name}")
         assert ("lm_head.weight" in load_file(tmp_path / name / "model.safetensors")) == (name == "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["megatron/fsdp_llama_dp2", "deepspeed/z1_bf16_gradfp32_w3_odd"])
+def test_masters_of_a_16_bit_model_stay_masters_in_a_store(name: str, tmp_path: pathlib.Path) -> None:
+    """`keep` and bf16 write the model's type, fp32 the masters themselves, with and without a store."""
+    given = pathlib.Path(__file__).parents[1] / "data" / name
+    ckpt, words = given / "ckpt", ("--base-model", given / "hf")
+    assert tool("stage", ckpt, tmp_path / "store", *words, "-q").code == 0
+    kinds = set()
+    for dtype in ("keep", "bf16", "fp32"):
+        direct, staged = tmp_path / f"direct-{dtype}", tmp_path / f"staged-{dtype}"
+        ended = tool("merge", ckpt, direct, *words, "--dtype", dtype, "-q")
+        assert ended.code == 0, ended.err
+        assert tool("finalize", tmp_path / "store", staged, "--dtype", dtype, "-q").code == 0
+        assert contents(staged) == contents(direct)
+        kinds |= {tensor.dtype for tensor in load_file(direct / "model.safetensors").values()}
+    assert kinds == {torch.bfloat16, torch.float32}

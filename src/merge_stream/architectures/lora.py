@@ -78,15 +78,19 @@ class Unwrapped:
 
 
 def holds_lora(catalog: Catalog) -> bool:
-    """True when a tensor is a LoRA factor or stands in a peft wrapper."""
+    """True when a tensor is a LoRA factor or stands in a peft wrapper; False for a store, where all is decided."""
+    if catalog.staged is not None:
+        return False
     return any(".lora_" in name or ".base_layer." in name or name.startswith(PREFIX) for name in catalog.tensors)
 
 
 def is_adapter_alone(catalog: Catalog) -> bool:
     """True when LoRA factors are there and hardly a weight that they belong to.
 
-    An adapter's own file may hold what was trained whole, and the embeddings.
+    An adapter's own file may hold what was trained whole, and the embeddings. False for a store.
     """
+    if catalog.staged is not None:
+        return False
     adapted, saved, holders = set(), set(), set()
     for name in map(_short, catalog.tensors):
         if match := _FACTOR.fullmatch(name) or _EMBEDDING.fullmatch(name):

@@ -30,10 +30,20 @@ import numpy as np
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.tensors.dtype import DTYPES, DType, dtype_named
 
-__all__ = ["CHECKSUM_NBYTES", "StoredArray", "array_metadata", "index_of", "lay_out_array", "read_array"]
+__all__ = [
+    "ADAPTER_GROUP",
+    "CHECKSUM_NBYTES",
+    "StoredArray",
+    "array_metadata",
+    "index_of",
+    "lay_out_array",
+    "read_array",
+]
 
 Ints = tuple[int, ...]
 
+ADAPTER_GROUP = "lora_adapter"
+"""The group of the arrays of an adapter that is kept beside the model."""
 CHECKSUM_NBYTES = 4
 _PAGE = 4096
 _LARGEST_CHUNK = (1 << 20) - _PAGE
@@ -41,7 +51,7 @@ _LARGEST_CHUNK = (1 << 20) - _PAGE
 _MOST_PADDING = 0.03
 _ENTRY = np.dtype("<u8")
 _HINT = "the store is damaged, or was not written by `merge-stream stage`: stage it again"
-_RESERVED = {"zarr.json", "merge_stream.json", "side_files"}
+_RESERVED = {"zarr.json", "merge_stream.json", "side_files", ADAPTER_GROUP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +175,7 @@ def _stated(name: str, metadata: Any) -> StoredArray | None:  # noqa: ANN401 - a
 
 
 def _check_name(name: str) -> None:
+    name = name.removeprefix(f"{ADAPTER_GROUP}/")
     unfit = (
         not name
         or "/" in name

@@ -331,7 +331,7 @@ def locked(work: str) -> int:
         except BlockingIOError as error:
             os.close(fd)
             msg = f"another merge-stream writes {work} right now"
-            raise OutputBusyError(msg, hint="wait for it to end, or choose another OUT") from error
+            raise OutputBusyError(msg, hint="wait for it to end, or choose another folder") from error
         except FileNotFoundError:  # the same, between opening and locking: a lock that nobody else can see
             pass
         os.close(fd)

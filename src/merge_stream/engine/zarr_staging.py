@@ -72,6 +72,8 @@ class StoreSink:
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._unsynced: list[str] = []
         self._lock = threading.Lock()
+        for group in {os.path.dirname(p.array.name) for small in self.arrays.values() for p in small} - {""}:
+            os.makedirs(os.path.join(folder, group), exist_ok=True)
 
     def seal(self, output: OutputFile, start: int, data: memoryview) -> None:
         """Write the CRC-32C of each chunk into the room behind it; `data` holds whole chunks."""

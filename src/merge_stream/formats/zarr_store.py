@@ -3,6 +3,7 @@
     STORE/zarr.json            root group: every array's metadata (consolidated), what was decided
     STORE/merge_stream.json    SHA-256 of zarr.json and of each side file: the seal, written last but one
     STORE/NAME/c.0.0           an array (see `containers.zarr_array`), and perhaps NAME/zarr.json
+    STORE/lora_adapter/        the group of an adapter that was kept: NAME/c.0.0 in it, and its zarr.json
     STORE/side_files/          config.json, tokenizer and the like, as they were beside the checkpoint
 
 A zarr reader fills what is not there with zeros. Here every file must be there at its full
@@ -21,7 +22,14 @@ from typing import Any
 import numpy as np
 
 from merge_stream.containers.json_file import read_json
-from merge_stream.containers.zarr_array import CHECKSUM_NBYTES, StoredArray, array_metadata, index_of, read_array
+from merge_stream.containers.zarr_array import (
+    ADAPTER_GROUP,
+    CHECKSUM_NBYTES,
+    StoredArray,
+    array_metadata,
+    index_of,
+    read_array,
+)
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, TruncatedFileError, UnsupportedError
 from merge_stream.formats._catalog import FileTable
 from merge_stream.formats.base import CheckpointFormat, Detection
@@ -31,12 +39,15 @@ from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 from merge_stream.tensors.staged import ChunkSums, StagedFacts
 from merge_stream.tensors.stored_checksum import StoredRecord
 
-__all__ = ["MEMBER", "ROOT", "SEAL", "SIDE_FILES", "STORE_VERSION", "ZarrStore", "metadata_bytes"]
+__all__ = ["GROUP", "MEMBER", "ROOT", "SEAL", "SIDE_FILES", "STORE_VERSION", "ZarrStore", "metadata_bytes"]
 
 ROOT = "zarr.json"
 SEAL = "merge_stream.json"
 SIDE_FILES = "side_files"
 STORE_VERSION = 1
+GROUP: Mapping[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+"""Metadata of the group `ADAPTER_GROUP`."""
+_ADDED_LATER: Mapping[str, Any] = {"partial": "", "module_dtype": "", "adapter_config": "", "fingerprint": ""}
 _LARGEST = 1 << 30
 _BLOCK = 1 << 20
 _HINT = "copy the store again from where it is whole, or stage the checkpoint anew"
@@ -61,7 +72,7 @@ class ZarrStore:
         tensors: dict[str, TensorRef] = {}
         sums: dict[str, ChunkSums] = {}
         files: list[tuple[str, StoredArray]] = []
-        for name, metadata in stated.items():
+        for name, metadata in _arrays(tree, stated).items():
             array = read_array(name, metadata, f"{tree.label}/{ROOT}")
             rows = ShardTable.of([], len(array.shape))
             if array.chunks:
@@ -88,6 +99,7 @@ class ZarrStore:
             checksums=(_ChunkRecords(tree, tuple(files)),),
             staged=facts,
             chunk_sums=sums,
+            module_dtype=facts.module_dtype,
             partial=facts.partial,
         )
 
@@ -158,7 +170,7 @@ def _root(tree: ByteTree, seal: Mapping[str, Any]) -> tuple[StagedFacts, Mapping
         attributes = document["attributes"]["merge_stream"]
         stated = document["consolidated_metadata"]["metadata"]
         same = attributes["fingerprint"] == seal["fingerprint"]
-        held = {"partial": "", **attributes["facts"]}
+        held = {**_ADDED_LATER, **attributes["facts"], "fingerprint": attributes["fingerprint"]}
         told = {f.name: held[f.name] for f in fields(StagedFacts)}
         tuples = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
         facts = StagedFacts(**{**told, **tuples})
@@ -167,6 +179,14 @@ def _root(tree: ByteTree, seal: Mapping[str, Any]) -> tuple[StagedFacts, Mapping
     if facts is None or not same or not isinstance(stated, dict):
         raise _damaged(f"{tree.label}/{ROOT} is not the root of a staging store, or of another than {SEAL}")
     return facts, stated
+
+
+def _arrays(tree: ByteTree, stated: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Metadata of the arrays, without that of the adapter's group, which is there when one of its arrays is."""
+    grouped = any(name.startswith(f"{ADAPTER_GROUP}/") for name in stated)
+    if (GROUP if grouped else None) != stated.get(ADAPTER_GROUP):
+        raise _damaged(f"{tree.label}/{ROOT} and its group {ADAPTER_GROUP} contradict each other")
+    return {name: metadata for name, metadata in stated.items() if name != ADAPTER_GROUP}
 
 
 def _check_file(tree: ByteTree, array: StoredArray) -> None:

@@ -19,17 +19,32 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from merge_stream.engine.staging import STORE_ENTRIES
 from merge_stream.errors import MergeStreamError, OutputBusyError, OutputExistsError, UsageError
+from merge_stream.storage.unfinished import INNER_FOLDER
 from merge_stream.units import counted
 
-__all__ = ["OutputPlace", "choose_place", "commit", "confirm_place", "finish_interrupted_commit", "interrupted_commit"]
+__all__ = [
+    "INNER_STORE",
+    "KEPT_STORE",
+    "MODEL",
+    "STORE_OF_STAGE",
+    "OutputKind",
+    "OutputPlace",
+    "choose_place",
+    "commit",
+    "confirm_place",
+    "finish_interrupted_commit",
+    "interrupted_commit",
+    "interrupted_identity",
+]
 
 _MARK = ".committing"
-_INNER = ".merge-stream"
+_INNER = INNER_FOLDER
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".ckpt")
 _LONGEST_NAME = 255 - len(".partial.committing.new")
 _DIRECT = {"lock", "plan.json", "plan.json.new", "journal", "model"}
@@ -48,13 +63,39 @@ _LAST = ("config.json", "model.safetensors.index.json", "zarr.json")
 
 
 @dataclass(frozen=True, slots=True)
+class OutputKind:
+    """What a folder is to become, in the words of messages.
+
+    `word` is the argument that names the folder, `content` what is written; `replaceable` tells
+    that --overwrite is an option of the command.
+    """
+
+    word: str
+    content: Literal["model", "store"]
+    replaceable: bool = False
+
+    @property
+    def some(self) -> str:
+        """The word with its article."""
+        return f"{'an' if self.word.startswith('O') else 'a'} {self.word}"
+
+
+MODEL = OutputKind("OUT", "model", replaceable=True)
+STORE_OF_STAGE = OutputKind("STORE", "store")
+KEPT_STORE = OutputKind("--keep-store", "store")
+INNER_STORE = OutputKind("OUT", "store")
+"""The store in the partial folder of OUT, which goes with success."""
+
+
+@dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """`out` is the model folder to be, `work` the partial folder; `inside` when work lies in out."""
+    """`out` is the folder to be, `work` the partial folder; `inside` when work lies in out."""
 
     out: str
     work: str
     inside: bool
     replaces: bool
+    kind: OutputKind = MODEL
 
     @property
     def model_dir(self) -> str:
@@ -62,53 +103,56 @@ class OutputPlace:
         return os.path.join(self.work, "model")
 
 
-def choose_place(out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[str, ...] = ()) -> OutputPlace:
+def choose_place(
+    out: str | os.PathLike[str], *, overwrite: bool, inputs: tuple[str, ...] = (), kind: OutputKind = MODEL
+) -> OutputPlace:
     """Decide where to work; OutputExistsError when OUT may not be touched, UsageError when it cannot be meant."""
-    text = os.fspath(out)
+    text, word = os.fspath(out), kind.word
     if not text:
-        msg = "OUT is an empty name"
-        raise UsageError(msg, hint="name the folder that the model goes to")
+        msg = f"{word} is an empty name"
+        raise UsageError(msg, hint=f"name the folder that the {kind.content} goes to")
     path = _absolute(out)
     if text.endswith(_WEIGHT_ENDINGS):
-        msg = f"OUT is a folder, and {text} is named like a file"
-        raise UsageError(msg, hint="name a folder; the weights become OUT/model*.safetensors")
+        msg = f"{word} is a folder, and {text} is named like a file"
+        files = "model*.safetensors" if kind.content == "model" else "NAME/c.0.0"
+        raise UsageError(msg, hint=f"name a folder; the weights become {word}/{files}")
     for given in inputs:
         inner, outer = os.path.realpath(given), os.path.realpath(path)
         if inner.startswith(os.path.join(outer, _INNER, "")):
             continue  # the store that this merge goes through
         if inner == outer or inner.startswith(outer.rstrip("/") + "/"):
-            msg = f"OUT is the input folder {given}" if inner == outer else f"OUT holds the input {given}"
+            msg = f"{word} is the input folder {given}" if inner == outer else f"{word} holds the input {given}"
             raise UsageError(msg, hint="choose another folder: the checkpoint is never changed")
         if os.path.realpath(os.path.join(given, "huggingface")) == os.path.realpath(path) and os.path.isdir(path):
-            msg = f"OUT is the folder of config and tokenizer inside the checkpoint {given}"
+            msg = f"{word} is the folder of config and tokenizer inside the checkpoint {given}"
             raise UsageError(msg, hint="choose another folder: the checkpoint is never changed")
     for place in _places(path):
         if not os.path.isdir(place.model_dir):  # a mark without a model says nothing about the one to come
             with contextlib.suppress(OSError):
                 os.unlink(place.work + _MARK)
     if len(os.fsencode(os.path.basename(path))) > _LONGEST_NAME:
-        msg = f"the name of OUT has more than {_LONGEST_NAME} bytes"
+        msg = f"the name of {word} has more than {_LONGEST_NAME} bytes"
         raise UsageError(msg, hint="the partial folder beside it needs a longer name still: choose a shorter one")
     if not os.path.lexists(path):
-        return _own(OutputPlace(path, path + ".partial", inside=False, replaces=False))
+        return _own(OutputPlace(path, path + ".partial", inside=False, replaces=False, kind=kind))
     if not os.path.isdir(path):
         msg = f"{text} is there and is not a folder"
-        raise OutputExistsError(msg, hint="choose another OUT")
+        raise OutputExistsError(msg, hint=f"choose another {word}")
     entries = _foreign(path)
     mount = os.path.ismount(path)
     if not entries:
-        return _own(OutputPlace(path, os.path.join(path, _INNER), inside=True, replaces=False))
+        return _own(OutputPlace(path, os.path.join(path, _INNER), inside=True, replaces=False, kind=kind))
     if not overwrite:
         shown = ", ".join(sorted(entries)[:3]) + (", ..." if len(entries) > 3 else "")
         msg = f"{text} is there and holds {counted(len(entries), 'entry', 'entries')} ({shown})"
-        raise OutputExistsError(
-            msg, hint="choose another OUT, or give --overwrite to replace it once the new model is whole"
-        )
+        other = "or give --overwrite to replace it once the new model is whole"
+        other = other if kind.replaceable else "or remove that one yourself"
+        raise OutputExistsError(msg, hint=f"choose another {word}, {other}")
     _check_replaceable(path, entries)
     if mount:
         msg = f"{text} is a mount point and not empty, so it cannot be swapped for the new model at once"
         raise OutputExistsError(msg, hint="empty it, or choose a folder below it")
-    return _own(OutputPlace(path, path + ".partial", inside=False, replaces=True))
+    return _own(OutputPlace(path, path + ".partial", inside=False, replaces=True, kind=kind))
 
 
 def confirm_place(place: OutputPlace, *, begun: bool) -> None:
@@ -117,7 +161,7 @@ def confirm_place(place: OutputPlace, *, begun: bool) -> None:
     A work folder that no run had `begun` before this one is removed again, unless a store was staged in it.
     """
     try:
-        choose_place(place.out, overwrite=place.replaces)
+        choose_place(place.out, overwrite=place.replaces, kind=place.kind)
     except OutputExistsError:
         if not begun and set(os.listdir(place.work)) <= _DIRECT:
             shutil.rmtree(place.work, ignore_errors=True)
@@ -129,11 +173,11 @@ def _own(place: OutputPlace) -> OutputPlace:
     work = place.work
     if os.path.islink(work) or (os.path.lexists(work) and not os.path.isdir(work)):
         msg = f"{work} is there and is not a folder of an interrupted run"
-        raise OutputExistsError(msg, hint="the run needs that name: move it away, or choose another OUT")
+        raise OutputExistsError(msg, hint=f"the run needs that name: move it away, or choose another {place.kind.word}")
     strange = set(os.listdir(work)) - _WORK_FILES if os.path.isdir(work) else set()
     if strange:
         msg = f"{work} is there and holds {min(strange)}, which no run of merge-stream has written"
-        raise OutputExistsError(msg, hint="the run needs that name: move it away, or choose another OUT")
+        raise OutputExistsError(msg, hint=f"the run needs that name: move it away, or choose another {place.kind.word}")
     return place
 
 
@@ -166,6 +210,12 @@ def interrupted_commit(out: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def interrupted_identity(out: str | os.PathLike[str]) -> Mapping[str, str] | None:
+    """Identity of the plan of the model that a killed run was moving to OUT; None when there is none."""
+    marks = (_read_mark(place) for place in _places(_absolute(out)))
+    return next((mark.identity for mark in marks if mark is not None), None)
+
+
 def finish_interrupted_commit(out: str | os.PathLike[str]) -> tuple[str, ...] | None:
     """Finish the renames of a run that was killed while it committed; None when there was none.
 
@@ -192,14 +242,16 @@ def commit(place: OutputPlace) -> tuple[str, ...]:
         _check_replaceable(place.out, _foreign(place.out))
     old = os.stat(place.out).st_ino if place.replaces else 0
     sync_folder(place.model_dir)
-    fingerprint = ""
+    fingerprint, identity = "", dict[str, str]()
     plan = os.path.join(place.work, "plan.json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(plan, encoding="utf-8") as file:
-        fingerprint = str(json.load(file)["fingerprint"])
+        document = json.load(file)
+        fingerprint, identity = str(document["fingerprint"]), dict(document["identity"])
     mark = place.work + _MARK
     with open(mark + ".new", "w", encoding="utf-8") as file:
         note = "all checks passed, only renames are left"
-        json.dump({"note": note, "fingerprint": fingerprint, "replaces": place.replaces, "old": old}, file)
+        told = {"fingerprint": fingerprint, "identity": identity, "replaces": place.replaces, "old": old}
+        json.dump({"note": note, **told}, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(mark + ".new", mark)
@@ -214,6 +266,7 @@ class _Mark:
     fingerprint: str
     replaces: bool
     old: int = 0
+    identity: Mapping[str, str] = field(default_factory=dict)
 
 
 def _read_mark(place: OutputPlace) -> _Mark | None:
@@ -223,6 +276,7 @@ def _read_mark(place: OutputPlace) -> _Mark | None:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
         mark = _Mark(str(content["fingerprint"]), content["replaces"] is True, int(content["old"]))
+        mark = replace(mark, identity=dict(content.get("identity", {})))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError):

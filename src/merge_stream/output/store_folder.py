@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from merge_stream.architectures.precision import names_kept_wide
-from merge_stream.containers.zarr_array import array_metadata, lay_out_array
 from merge_stream.engine.staging import DirectStaging
 from merge_stream.engine.zarr_staging import sync_file_system
 from merge_stream.errors import UsageError, VerificationError
@@ -24,6 +23,7 @@ from merge_stream.output.hugging_face import check_journal
 from merge_stream.output.model_card import config_names, hub_id_of, step_of
 from merge_stream.output.model_info import ModelFolder
 from merge_stream.output.side_files import SidePlan, copy_side_files
+from merge_stream.output.store_files import BASE_README, CONFIG, metadata_of_nodes, nodes_with_a_file
 from merge_stream.planning.plan import Plan
 from merge_stream.planning.store_layout import arrays_of
 from merge_stream.tensors.ref import Catalog
@@ -33,19 +33,22 @@ __all__ = ["FP32_REMARK", "as_staged", "fingerprint_of_store", "finish_store", "
 
 FP32_REMARK = "the source is fp32"
 """How the remark begins that tells what a cast would save: it speaks of one merge, not of what is staged."""
-_CONFIG = "config.json"
-_BASE_README = "base_model_README.md"
-_MOST_METADATA = 0.02
-"""Share of the tensors' bytes up to which each array has metadata of its own, beside that in the root."""
 
 
 def staged_facts(
-    catalog: Catalog, folder: ModelFolder, plan: Plan, options: MergeOptions, *, architecture: str, lora: str
+    catalog: Catalog,
+    folder: ModelFolder,
+    plan: Plan,
+    options: MergeOptions,
+    *,
+    architecture: str,
+    lora: str,
+    adapter_config: bytes | None,
 ) -> StagedFacts:
     """What the store of `plan` tells beside its tensors."""
     origins = {f.name: f.origin for f in (*folder.side_files.files, *folder.side_files.quantization)}
     if folder.config_bytes is not None:
-        origins[_CONFIG] = folder.config_origin
+        origins[CONFIG] = folder.config_origin
     return StagedFacts(
         format=catalog.format,
         facts=dict(catalog.facts),
@@ -61,6 +64,8 @@ def staged_facts(
         base_id=hub_id_of(folder.base_id, *config_names(folder.info.config, catalog.beside)),
         lora=lora,
         partial=catalog.partial,
+        module_dtype=catalog.module_dtype,
+        adapter_config=(adapter_config or b"").decode(),
     )
 
 
@@ -76,11 +81,10 @@ def finish_store(plan: Plan, staging: DirectStaging, folder: ModelFolder, facts:
                 msg = f"{path} has {found} bytes, planned were {placed.array.file_nbytes}"
                 raise VerificationError(msg, hint="another program changed it: run again with --restart")
     _write_side_files(os.path.join(at, SIDE_FILES), folder)
-    texts = {p.name: metadata_bytes(array_metadata(lay_out_array(p.name, p.dtype, p.shape))) for p in plan.parameters}
-    if sum(map(len, texts.values())) <= _MOST_METADATA * sum(p.nbytes for p in plan.parameters):
-        for name, text in texts.items():
-            os.makedirs(os.path.join(at, name), exist_ok=True)
-            _write(os.path.join(at, name, ROOT), text)
+    texts = metadata_of_nodes(plan)
+    for name in nodes_with_a_file(plan, texts):
+        os.makedirs(os.path.join(at, name), exist_ok=True)
+        _write(os.path.join(at, name, ROOT), texts[name])
     _write(os.path.join(at, ROOT), _root(plan.fingerprint, facts, texts))
     sealed = [ROOT, *sorted(_below(os.path.join(at, SIDE_FILES)))]
     seal = {
@@ -129,15 +133,15 @@ def as_staged(catalog: Catalog, options: MergeOptions, folder: ModelFolder) -> t
         tuple(replace(f, origin=facts.origins.get(f.name, f.origin)) for f in folder.side_files.quantization),
         folder.side_files.notes,
     )
-    readme = os.path.join(catalog.config_dirs[0], _BASE_README) if catalog.config_dirs else ""
-    kept = tuple(f for f in told.files if f.name != _BASE_README)
+    readme = os.path.join(catalog.config_dirs[0], BASE_README) if catalog.config_dirs else ""
+    kept = tuple(f for f in told.files if f.name != BASE_README)
     return (
         replace(options, layout=layout, materialize_tied=facts.materialized),
         replace(
             folder,
             info=replace(folder.info, kept_wide=frozenset(facts.keep_wide)),
             side_files=replace(told, files=kept),
-            config_origin=facts.origins.get(_CONFIG, folder.config_origin),
+            config_origin=facts.origins.get(CONFIG, folder.config_origin),
             base_id=facts.base_id,
             base_readme=readme if os.path.isfile(readme) else "",
         ),
@@ -162,9 +166,9 @@ def _write_side_files(into: str, folder: ModelFolder) -> None:
     every = SidePlan((*folder.side_files.files, *folder.side_files.quantization))
     copy_side_files(every, into)
     if folder.config_bytes is not None:
-        _write(os.path.join(into, _CONFIG), folder.config_bytes)
+        _write(os.path.join(into, CONFIG), folder.config_bytes)
     if folder.base_readme:
-        shutil.copyfile(folder.base_readme, os.path.join(into, _BASE_README))
+        shutil.copyfile(folder.base_readme, os.path.join(into, BASE_README))
 
 
 def _below(folder: str) -> list[str]:

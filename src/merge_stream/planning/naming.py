@@ -6,7 +6,7 @@ catalog --unwrap--> model tensors --map_names--> parameters --resolve (+ fold)--
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.base import Named as MappingOfFamily
@@ -19,7 +19,8 @@ from merge_stream.architectures.lora_settings import (
     read_settings,
 )
 from merge_stream.architectures.naming import map_names
-from merge_stream.errors import CheckpointError, UnsupportedError
+from merge_stream.containers.zarr_array import ADAPTER_GROUP
+from merge_stream.errors import CheckpointError, UnsupportedError, UsageError
 from merge_stream.options import LayoutName, LoraChoice
 from merge_stream.planning.folds import Target, folds_of, targets_of
 from merge_stream.planning.ones import ones_file, ones_table
@@ -59,6 +60,8 @@ def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora
     adapter, "both" folds and writes the adapter too; None folds (layout as-is: leaves
     everything as it is). CheckpointError when the scale is needed and not known.
     """
+    if catalog.staged is not None:
+        return _staged(catalog, model, layout, lora)
     if not holds_lora(catalog):
         if lora.mode is not None or lora.alpha is not None:
             msg = "the checkpoint holds no LoRA tensors, but --lora or --lora-alpha was given"
@@ -92,6 +95,24 @@ def name_parameters(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora
     layers = [name.rpartition(".")[0] for name in base.tensors]
     config = adapter_config(settings, [t.adapted for t in targets], parts.saved, layers)
     return Named(mapping, parameters, _adapter(parts, catalog), config, notes, products)
+
+
+def _staged(catalog: Catalog, model: ModelInfo, layout: LayoutName, lora: LoraChoice) -> Named:
+    """Tensors of a staging store: the model, and an adapter that was kept beside it."""
+    if lora.mode is not None or lora.alpha is not None:
+        msg = f"--lora was decided when {catalog.root} was staged"
+        raise UsageError(msg, hint="leave it out, or stage the checkpoint anew with --lora")
+    start = f"{ADAPTER_GROUP}/"
+    kept = {name: tensor for name, tensor in catalog.tensors.items() if name.startswith(start)}
+    plain = replace(catalog, tensors={n: t for n, t in catalog.tensors.items() if n not in kept})
+    alone = Named(Mapping(catalog.staged.architecture if catalog.staged else "", ()), {})
+    named = _plain(plain, model, layout) if plain.tensors or not kept else alone
+    if not kept:
+        return named
+    own = (identity(name.removeprefix(start), tensor.shape, name) for name, tensor in kept.items())
+    adapter = tuple(Resolved(p, resolve(catalog, p)) for p in own)
+    config = catalog.staged.adapter_config if catalog.staged is not None else ""
+    return replace(named, adapter=adapter, adapter_config=config.encode())
 
 
 def _alpha(settings: LoraSettings) -> str:

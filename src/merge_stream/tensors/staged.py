@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 __all__ = ["ChunkSums", "StagedFacts"]
 
@@ -41,6 +42,9 @@ class StagedFacts:
     origins               whose each side file was
     base_id, lora         for the model card
     partial               what was left out on purpose (`Catalog.partial`)
+    module_dtype          `Catalog.module_dtype` of the checkpoint
+    adapter_config        adapter_config.json of the adapter that is kept beside the model, or ""
+    fingerprint           of the plan that was staged; known once the store is sealed
     """
 
     format: str
@@ -58,3 +62,6 @@ class StagedFacts:
     base_id: str = ""
     lora: str = ""
     partial: str = ""
+    module_dtype: Literal["", "config"] = ""
+    adapter_config: str = ""
+    fingerprint: str = ""

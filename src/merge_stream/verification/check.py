@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from merge_stream.errors import UnknownFormatError
 from merge_stream.output.side_files import list_folder
 from merge_stream.storage.local import LocalTree
+from merge_stream.storage.unfinished import refuse_unfinished
 from merge_stream.verification.check_beside import check_beside
 from merge_stream.verification.check_config import check_config
 from merge_stream.verification.check_files import check_adapter, check_files, is_adapter
@@ -42,13 +43,14 @@ _ORDER = {"error": 0, "warning": 1, "note": 2}
 def check_folder(out: str | os.PathLike[str]) -> Checked:
     """Everything that is wrong with the model folder `out`; reads no tensor data.
 
-    UnknownFormatError when it is no folder; all else is a finding.
+    UnknownFormatError when it is no folder, or that of a run that has not ended; all else is a finding.
     """
     path = os.fspath(out)
     if not os.path.isdir(path):
         kind = "a file, not a folder" if os.path.exists(path) else "not there"
         msg = f"{path} is {kind}"
         raise UnknownFormatError(msg, hint="pass the folder of the model; in a Hub cache that is snapshots/REVISION")
+    refuse_unfinished(path)
     folder = _listed(path)
     if is_adapter(folder):
         text = "the folder is an adapter, and no model: peft and vLLM load it beside the model it belongs to"
