@@ -119,6 +119,8 @@ def test_case_118_unknown_architectures_are_left_with_a_note() -> None:
     [
         ("llama", ["lm_head.weight"], "LlamaForCausalLM"),
         ("gpt2", ["transformer.wte.weight"], "GPT2LMHeadModel"),
+        ("phimoe", ["lm_head.weight"], "PhiMoEForCausalLM"),  # as engines and the repository spell it
+        ("exaone_moe", ["lm_head.weight"], "ExaoneMoEForCausalLM"),
         ("qwen2", ["score.weight", "score.bias"], "Qwen2ForTokenClassification"),
         ("qwen2", ["score.weight"], "Qwen2ForSequenceClassification"),
         ("qwen2", ["v_head.summary.weight", "lm_head.weight"], None),

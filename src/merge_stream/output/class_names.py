@@ -1,4 +1,4 @@
-"""`architectures` of a config that lost it: the class of transformers by model type and by the head that is there.
+"""`architectures` of a config that lost it: the class by model type and by the head that is there.
 
 From `auto/modeling_auto.py` of transformers 5.24.0; the classes that 4.57.6 knows too have the same names there.
 """
@@ -38,6 +38,9 @@ _CLASSIFIERS = """
     qwen3 qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2
 """
 
+# Language models that transformers spells otherwise than the repository: vLLM 0.32, SGLang 0.5.23 and llama.cpp's
+# converter find these names; none of them has a Phimoe, and the converter no ExaoneMoe.
+_AS_IN_THE_REPOSITORY = {"exaone_moe": "ExaoneMoEForCausalLM", "phimoe": "PhiMoEForCausalLM"}
 _LM_HEAD_MODELS = frozenset({"ctrl", "gpt2", "openai-gpt"})
 
 _CONDITIONAL = {
@@ -60,7 +63,7 @@ _CONDITIONAL = {
 
 
 def class_for(model_type: str, names: Collection[str]) -> str | None:
-    """The transformers class that these weights are for, or None when it is not clearly known.
+    """The class that these weights are for, or None when it is not clearly known.
 
     A `score` with a bias is that of token classification (verl's critics), one without that
     of sequence classification (reward models): the two differ in nothing else.
@@ -77,4 +80,6 @@ def class_for(model_type: str, names: Collection[str]) -> str | None:
         return _CONDITIONAL[model_type]
     if stem is None:
         return None
+    if model_type in _AS_IN_THE_REPOSITORY:
+        return _AS_IN_THE_REPOSITORY[model_type]
     return f"{stem}LMHeadModel" if model_type in _LM_HEAD_MODELS else f"{stem}ForCausalLM"

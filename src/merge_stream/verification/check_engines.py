@@ -160,9 +160,10 @@ def _classes(model: Headers) -> Iterator[Finding]:
         if other:
             del unknown[engine]
             text = f"config.json says {name}, and the class is {other} in {engine}, which does not find it"
-            # where only the converter differs, the name may be the one that the repository has
-            severity: Severity = "error" if engine == "SGLang" else "warning"
-            hint = f'set "architectures": ["{other}"] in config.json'
+            # a name that vLLM has is that of the repository, and another one would be lost there
+            severity: Severity = "warning" if name in classes_of("vLLM") or engine != "SGLang" else "error"
+            everywhere = name not in classes_of("vLLM") or other in classes_of("vLLM")
+            hint = f'set "architectures": ["{other}"] in config.json' if everywhere else ""
             yield Finding(severity, "config", "class-spelled", engine, text, hint)
     told = []
     if not any(name in classes_of("vLLM") for name in (names[0], *_causal(names[0]))):
