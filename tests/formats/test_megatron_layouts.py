@@ -313,3 +313,71 @@ def test_ranks_of_an_unknown_packed_layer_are_refused(tmp_path: pathlib.Path) ->
     write_ranks(tmp_path, states, arguments(of, tensor_model_parallel_size=2), of.config)
     with pytest.raises(UnsupportedError, match=r"how decoder.layers.0.mixer.in_proj.weight is cut"):
         merged(tmp_path)
+
+
+# ------------------------------------------------------------------------------- families that no table knows
+
+TABLE = """
+[[rule]]
+split_qkv = "decoder.layers.{i}.self_attention.linear_qkv.{leaf}"
+q = "layers.{i}.q.{leaf}"
+k = "layers.{i}.k.{leaf}"
+v = "layers.{i}.v.{leaf}"
+heads = 4
+groups = 2
+width = 4
+
+[[rule]]
+split_halves = "decoder.layers.{i}.mlp.experts.linear_fc1.weight"
+first = "layers.{i}.experts.{e}.gate"
+second = "layers.{i}.experts.{e}.up"
+
+[[rule]]
+unstack = "decoder.layers.{i}.mlp.experts.linear_fc2.weight"
+to = "layers.{i}.experts.{e}.down"
+
+[[rule]]
+split_halves = "decoder.layers.{i}.mlp.shared_experts.linear_fc1.weight"
+first = "layers.{i}.gate"
+second = "layers.{i}.up"
+
+[[rule]]
+rename = "decoder.layers.{i}.{rest}"
+to = "layers.{i}.{rest}"
+"""
+
+
+def test_an_unknown_family_lists_names_and_a_table_of_ones_own_tells_them(tmp_path: pathlib.Path) -> None:
+    of = Llama(**MIXTURE | {"model_type": "never_seen", "architectures": ["NeverSeenForCausalLM"]})
+    tensors, whole, experts = mixture(of)
+    for n in (1, 2):
+        whole[f"decoder.layers.0.mlp.experts.experts.linear_fc{n}.weight"] = torch.stack([e[n - 1] for e in experts])
+    whole["decoder.layers.0.mlp.shared_experts.linear_fc1.weight"] = numbered(6, 16)
+    write_dist(tmp_path, whole, of.config)
+    with pytest.raises(UnsupportedError, match=r"'never_seen'.* are not known.*decoder.layers.0") as caught:
+        merged(tmp_path)
+    assert "docs/adding.md" in str(caught.value.hint)
+    assert "--rules" in str(caught.value.hint)
+    (tmp_path / "table.toml").write_text(TABLE)
+    merged(tmp_path, OpenOptions(rules=str(tmp_path / "table.toml")), write_config=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    at = "model.layers.0"
+    for x in "qkv":
+        assert torch.equal(found[f"layers.0.{x}.weight"], tensors[f"{at}.self_attn.{x}_proj.weight"])
+    for e in range(4):
+        for x in ("gate", "up", "down"):
+            assert torch.equal(found[f"layers.0.experts.{e}.{x}"], tensors[f"{at}.mlp.experts.{e}.{x}_proj.weight"])
+    assert torch.equal(torch.cat([found["layers.0.gate"], found["layers.0.up"]]), numbered(6, 16))
+    assert torch.equal(found["layers.0.input_layernorm.weight"], tensors[f"{at}.input_layernorm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [("groups = 2", "groups = 3", "no multiple"), ("heads = 4", "heads = 0", "heads is 0"), ("width = 4", "", "lacks")],
+)
+def test_a_table_that_cannot_be_meant(tmp_path: pathlib.Path, old: str, new: str, said: str) -> None:
+    of = Llama()
+    write_dist(tmp_path, fused(llama(of), of), of.config)
+    (tmp_path / "table.toml").write_text(TABLE.replace(old, new))
+    with pytest.raises(UsageError, match=said):
+        merged(tmp_path, OpenOptions(rules=str(tmp_path / "table.toml")), write_config=False)

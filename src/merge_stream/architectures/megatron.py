@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from merge_stream.architectures.base import ModelInfo, Named, class_names
@@ -72,9 +73,8 @@ class Megatron:
         family = megatron_families().get(model.model_type)
         if family is None:
             known = ", ".join(sorted(megatron_families()))
-            msg = (
-                f"Megatron's names of model_type {model.model_type!r} ({model.config_path}) are not known, only {known}"
-            )
+            where = f"model_type {model.model_type!r} ({model.config_path})"
+            msg = f"Megatron's names of {where} are not known, only {known}; the checkpoint holds {_some(shapes)}"
             raise UnsupportedError(msg, hint=_HINT)
         rules = _turned(family, family.rules(model), catalog)
         shifted = _shifted(family, catalog)
@@ -83,7 +83,7 @@ class Megatron:
         names = [parameter.name for parameter in converted.parameters]
         left = [name for name in names if name in shapes and not name.startswith(_ALIKE)]
         if left:
-            named = ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else "")
+            named = _some(left)
             count = counted(len(left), "name has", "names have")
             msg = f"{count} no place in {family.name} ({model.model_type}): {named}"
             raise UnsupportedError(msg, hint=_HINT)
@@ -130,6 +130,11 @@ class Megatron:
 MEMBER = Megatron()
 
 
+def _some(names: Collection[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(list(names)[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
 def _shifted(family: MegatronFamily, catalog: Catalog) -> dict[str, float]:
     """Norms that one side stores less one and the other does not: what is added to each.
 
@@ -139,7 +144,7 @@ def _shifted(family: MegatronFamily, catalog: Catalog) -> dict[str, float]:
     stored_less_one = told == "zero-centred" if told else bool(family.centred)
     shifts: dict[str, float] = {}
     for name in catalog.tensors:
-        if _NORM.fullmatch(name) and not name.startswith("vision_model."):
+        if _NORM.fullmatch(name) and not name.startswith(("vision_model.", _ALIKE)):
             wanted_less_one = bool(family.centred) and re.fullmatch(family.centred, name) is not None
             if wanted_less_one != stored_less_one:
                 shifts[name] = 1.0 if stored_less_one else -1.0

@@ -22,6 +22,20 @@
     up = "{at}.experts.{e}.up_proj.weight"
     down = "{at}.experts.{e}.down_proj.weight"
 
+    [[rule]]                                  # fused rows by group: heads / groups queries, a key, a value
+    split_qkv = "{at}.linear_qkv.weight"
+    q = "{at}.q.weight"
+    k = "{at}.k.weight"
+    v = "{at}.v.weight"
+    heads = 32
+    groups = 8
+    width = 128
+
+    [[rule]]                                  # the rows' first half, their second; of each expert with {e}
+    split_halves = "{at}.linear_fc1.weight"
+    first = "{at}.gate.weight"
+    second = "{at}.up.weight"
+
     [[rule]]
     drop = "{at}.inv_freq"
     reason = "computed again by every loader"
@@ -39,6 +53,7 @@ from typing import Any
 
 from merge_stream.architectures.base import ModelInfo, Named
 from merge_stream.architectures.base_match import compare_with_base
+from merge_stream.architectures.megatron_rules import ExpertHalves, Halves, Heads, QkvGroups
 from merge_stream.architectures.refusals import other_model_error
 from merge_stream.architectures.rules import (
     Concat,
@@ -53,6 +68,7 @@ from merge_stream.architectures.rules import (
     pattern_of,
 )
 from merge_stream.errors import UsageError
+from merge_stream.formats._megatron_raw import NORMS, ROTARY
 from merge_stream.options import LayoutName
 from merge_stream.tensors.parameter import Mapping as Mapped
 from merge_stream.tensors.ref import Catalog
@@ -89,6 +105,8 @@ class UserRules:
             if not match.fits:
                 raise other_model_error(match)
             notes += match.notes
+        if settings := [f"{key} {catalog.facts[key]}" for key in (NORMS, ROTARY) if key in catalog.facts]:
+            notes.append(f"a table of yours decides, so numbers stay as the trainer means them: {', '.join(settings)}")
         for reason in dict.fromkeys(converted.dropped.values()):
             names = [name for name, why in converted.dropped.items() if why == reason]
             notes.append(f"{counted(len(names), 'tensor is', 'tensors are')} left out ({names[0]}): {reason}")
@@ -139,16 +157,31 @@ def _split_experts(entry: Mapping[str, Any]) -> SplitExperts:
     return SplitExperts(entry["split_experts"], entry["gate"], entry["up"], entry["down"])
 
 
+def _split_qkv(entry: Mapping[str, Any]) -> QkvGroups:
+    heads = Heads(entry["heads"], entry["groups"], entry["width"])
+    return QkvGroups(entry["split_qkv"], entry["q"], entry["k"], entry["v"], heads)
+
+
+def _split_halves(entry: Mapping[str, Any]) -> Halves | ExpertHalves:
+    of_experts = "e" in holes_of(entry["first"]) - holes_of(entry["split_halves"])
+    return (ExpertHalves if of_experts else Halves)(entry["split_halves"], entry["first"], entry["second"])
+
+
 def _drop(entry: Mapping[str, Any]) -> Drop:
     return Drop(entry["drop"], entry["reason"])
 
 
+_COUNTS = ("heads", "groups", "width")
+_EXPERTS = {"unstack", "split_experts", "split_halves"}
+"""Kinds that may fill {e}, the number of an expert, themselves."""
 _KINDS: dict[str, tuple[set[str], set[str], Callable[[Mapping[str, Any]], Rule | Rename]]] = {
     "rename": ({"to"}, set(), _rename),
     "concat": ({"to"}, {"axis"}, _concat),
     "transpose": ({"to"}, {"permute"}, _transpose),
     "unstack": ({"to"}, set(), _unstack),
     "split_experts": ({"gate", "up", "down"}, set(), _split_experts),
+    "split_qkv": ({"q", "k", "v", *_COUNTS}, set(), _split_qkv),
+    "split_halves": ({"first", "second"}, set(), _split_halves),
     "drop": ({"reason"}, set(), _drop),
 }
 """Kind of a rule -> keys it needs, keys it may have, how it is made."""
@@ -170,7 +203,7 @@ def _rule(entry: object, where: str) -> Rule | Rename:
         raise UsageError(f"{where} ({kinds[0]}) {what}", hint=_SEE)
     _check_types(entry, where)
     patterns = entry["concat"] if kinds[0] == "concat" else [entry[kinds[0]]]
-    known: set[str] = {"e"} if kinds[0] in {"unstack", "split_experts"} else set()
+    known: set[str] = {"e"} if kinds[0] in _EXPERTS else set()
     try:
         for pattern in patterns:
             if holes_of(pattern, shifted=True):
@@ -178,13 +211,15 @@ def _rule(entry: object, where: str) -> Rule | Rename:
             known |= pattern_of(pattern).groupindex.keys()
     except re.error as error:
         raise UsageError(f"{where} ({kinds[0]}) is no pattern: {error}", hint=_SEE) from None
-    for key in needed - {"reason"}:
+    for key in needed - {"reason", *_COUNTS}:
         if holes_of(entry[key], shifted=True) - {"i", "e"}:
             raise UsageError(f"{where}: only {{i}} and {{e}} are numbers that can be shifted", hint=_SEE)
         lost = holes_of(entry[key]) - known
         if lost:
             msg = f"{where}: {key} has the hole {{{min(lost)}}}, which {kinds[0]} does not have"
             raise UsageError(msg, hint=_SEE)
+    if kinds[0] == "split_qkv" and entry["heads"] % entry["groups"]:
+        raise UsageError(f"{where}: {entry['heads']} heads are no multiple of {entry['groups']} groups", hint=_SEE)
     return made(entry)
 
 
@@ -196,6 +231,8 @@ def _check_types(entry: Mapping[str, Any], where: str) -> None:
             right = isinstance(value, list) and sorted(value, key=str) == list(range(len(value)))
         elif key == "axis":
             right = type(value) is int and value >= 0
+        elif key in _COUNTS:
+            right = type(value) is int and value > 0
         else:
             right = isinstance(value, str) and bool(value)
         if not right:
