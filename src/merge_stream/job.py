@@ -19,7 +19,7 @@ from merge_stream.architectures.precision import names_kept_wide
 from merge_stream.architectures.ties import absent_head
 from merge_stream.base_weights import refuse_without_base, with_base_weights
 from merge_stream.containers.zarr_array import ADAPTER_GROUP
-from merge_stream.encodings.base import temporaries
+from merge_stream.encodings.base import scheme_named, temporaries
 from merge_stream.encodings.cast import Cast, encoding_for
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.checked_source import CheckedSource
@@ -54,7 +54,7 @@ from merge_stream.units import counted, format_bytes
 from merge_stream.verification.check_engines import Headers, engine_warnings
 from merge_stream.vocabulary import with_true_vocabulary
 
-__all__ = ["Job", "card_facts", "dtype_of", "lora_note", "make_plan", "memory_for"]
+__all__ = ["Job", "card_facts", "dtype_of", "lora_note", "make_plan", "memory_for", "quantized_weights"]
 
 _HUB_LARGEST = 50_000_000_000
 
@@ -119,7 +119,7 @@ def make_plan(
     named = name_parameters(catalog, folder.info, options.layout, options.lora)
     catalog = replace(catalog, files=(*catalog.files, *named.files))
     resolved = named.parameters
-    quantized = _quantized(catalog, folder, named, options)
+    quantized = quantized_weights(catalog, folder, named, options)
     encoding = encoding_for(dtype_of(catalog, folder, options))
     memory = plan_memory(
         options.max_mem,
@@ -191,21 +191,22 @@ def _is_kept_alone(catalog: Catalog) -> bool:
     return catalog.staged is not None and bool(every) and all(n.startswith(f"{ADAPTER_GROUP}/") for n in every)
 
 
-def _quantized(catalog: Catalog, folder: ModelFolder, named: Named, options: MergeOptions) -> QuantizedWeights:
+def quantized_weights(catalog: Catalog, folder: ModelFolder, named: Named, options: MergeOptions) -> QuantizedWeights:
     """What `--quantize` means for this model; nothing without it."""
     if options.quantize is None:
         return QuantizedWeights()
-    if catalog.chunk_sums or options.staging == "zarr":
-        msg = f"--quantize {options.quantize} cannot be made from a staging store"
-        raise UnsupportedError(msg, hint="merge from the checkpoint itself, with --staging direct")
     if not options.write_config:
         msg = f"--quantize {options.quantize} with --no-config: without config.json nobody can read the weights"
         raise UsageError(msg, hint="leave one of them out")
     tensors = {name: (r.parameter.shape, r.source.dtype) for name, r in named.parameters.items()}
     model_type = str((folder.info.config or {}).get("model_type", ""))
-    return choose_weights(
+    chosen = choose_weights(
         options.quantize, tensors, model_type=model_type, ignore=options.quantize_ignore, force=options.force
     )
+    if scheme_named(chosen.scheme).transposed and (catalog.chunk_sums or options.staging == "zarr"):
+        msg = f"--quantize {options.quantize}: transposed experts would read each chunk of a staging store many times"
+        raise UnsupportedError(msg, hint="merge from the checkpoint itself, with --staging direct")
+    return chosen
 
 
 def dtype_of(catalog: Catalog, folder: ModelFolder, options: MergeOptions) -> DtypeName:

@@ -16,7 +16,7 @@ from merge_stream.containers.zarr_array import ADAPTER_GROUP
 from merge_stream.encodings.cast import encoding_for
 from merge_stream.engine.events import Observer, Phase, Warned
 from merge_stream.engine.executor import StopFlag
-from merge_stream.job import Job, dtype_of, make_plan
+from merge_stream.job import Job, dtype_of, make_plan, quantized_weights
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.planning.plan import ParameterPlan, Plan
@@ -40,7 +40,7 @@ def plan_store(
     """The job that stages `checkpoint`; what `options` say of the model is left for later."""
     paths = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else list(checkpoint)
     observer(Phase("reading metadata"))
-    kept = replace(options, dtype="keep", overwrite=False, verify=False, sha256=False)
+    kept = replace(options, dtype="keep", quantize=None, overwrite=False, verify=False, sha256=False)
     catalog = open_checkpoint(paths, opening, max_mem=options.max_mem)
     # a store holds what is in the checkpoint: masters stay masters, and become the config's type with the model
     job = make_plan(replace(catalog, module_dtype=""), kept, observer=observer, stop=stop)
@@ -53,7 +53,7 @@ def plan_store(
 
 
 def model_of_store(job: Job, options: MergeOptions) -> Plan:
-    """The plan of the model that `options` make of the store of `job`.
+    """The plan of the model that `options` make of the store of `job`; raises what cannot be quantized.
 
     Its output files are those to come, headers included; its sources are still the checkpoint's.
     """
@@ -70,6 +70,7 @@ def model_of_store(job: Job, options: MergeOptions) -> Plan:
         options,
         adapter=kept,
         keep_wide=names_kept_wide(names, job.folder.info) if narrows else frozenset(),
+        quantized=quantized_weights(job.catalog, job.folder, job.named, options),
         notes=job.plan.notes,
         dropped=job.plan.dropped,
         broken_ties=job.plan.broken_ties,

@@ -209,3 +209,11 @@ def test_other_schemes_point_to_the_form_of_gpt_oss(
 ) -> None:
     assert merge(oss, tmp_path / "out", "--layout", "as-is", "--dtype", "fp8") == 1
     assert "--quantize mxfp4" in told(capsys)
+
+
+def test_gpt_oss_is_not_quantized_from_a_staging_store(
+    tmp_path: Path, oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--layout", "as-is", "--quantize", "mxfp4", "--staging", "zarr")
+    assert merge(oss, tmp_path / "out", *options) == 1
+    assert "with --staging direct" in told(capsys)

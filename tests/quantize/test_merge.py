@@ -347,12 +347,30 @@ def test_options_that_contradict_each_other(  # noqa: PLR0917 - fixtures and par
     assert hint in told
 
 
-def test_a_staging_store_is_refused(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert merge(source, tmp_path / "out", "--quantize", "fp8-dynamic", "--staging", "zarr") == 1
-    assert "cannot be made from a staging store" in lines(capsys)
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "int4", "nvfp4"])
+def test_a_staging_store_gives_the_same_bytes(tmp_path: Path, scheme: str) -> None:
+    """In one command or two; the checkpoint is fp32, and its chunks end within rows."""
+    tensors = llama(layers=1, vocab=48, hidden=640, dtype=torch.float32)
+    sizes = {"hidden_size": 640, "intermediate_size": 1280, "num_hidden_layers": 1}
+    source = checkpoint(tmp_path / "ckpt", tensors, config(**sizes, torch_dtype="float32"))
+    options = ("--quantize", scheme, "--dtype", "bf16", "-q")
+    assert merge(source, tmp_path / "direct", *options) == 0
+    assert merge(source, tmp_path / "through", *options, "--staging", "zarr") == 0
     assert cli.run(["stage", str(source), str(tmp_path / "store"), "-q"]) == 0
-    assert cli.run(["finalize", str(tmp_path / "store"), str(tmp_path / "out"), "--quantize", "fp8-dynamic"]) == 1
-    assert "merge from the checkpoint itself" in lines(capsys)
+    assert cli.run(["finalize", str(tmp_path / "store"), str(tmp_path / "out"), *options]) == 0
+    wanted = (tmp_path / "direct" / "model.safetensors").read_bytes()
+    for out in ("through", "out"):
+        assert (tmp_path / out / "model.safetensors").read_bytes() == wanted
+        assert config_of(tmp_path / out) == config_of(tmp_path / "direct")
+
+
+def test_what_cannot_be_quantized_is_told_before_it_is_staged(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert merge(source, tmp_path / "out", "--quantize", "fp8-block", "--staging", "zarr") == 1
+    assert "nothing is left to quantize" in lines(capsys)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_row_larger_than_a_segment_is_counted_in_the_bound(tmp_path: Path) -> None:

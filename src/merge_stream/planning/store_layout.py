@@ -86,7 +86,7 @@ def arrays_of(plan: Plan, output: OutputFile) -> list[PlacedArray]:
 
 
 def in_bands(plan: Plan, catalog: Catalog) -> Plan:
-    """The plan of a model made from a store, cut where the store's chunks end, so that each is read once.
+    """The plan of a model made from a store, cut where the store's chunks end, so that nearly each is read once.
 
     Its identity names the store by what was staged there, which outlives the store's files.
     """
@@ -94,8 +94,8 @@ def in_bands(plan: Plan, catalog: Catalog) -> Plan:
     def banded(p: ParameterPlan) -> ParameterPlan:
         name = p.name if plan.outputs[p.output].in_model else f"{ADAPTER_GROUP}/{p.name}"
         tensor = catalog.tensors.get(name)
-        if tensor is None or tensor.shape != p.source.view:
-            return p
+        if tensor is None or tensor.shape != p.source.view or p.quantized is not None:
+            return p  # rows of a quantized one are encoded whole; a chunk at a border is read twice
         array = lay_out_array(name, tensor.dtype, tensor.shape)
         return replace(p, bands=Bands(array.band, array.run)) if array.chunks > 1 else p
 
