@@ -23,6 +23,7 @@ RULES = {
     "bias",
     "class",
     "class-spelled",
+    "dense-layers",
     "head-bias",
     "head-lost",
     "head-refused",
@@ -70,7 +71,13 @@ def test_tgi_never_reads_a_correction_bias(tmp_path: Path) -> None:
 def test_a_left_over_shared_expert(tmp_path: Path) -> None:
     found = told(tmp_path / "wrong", {}, model_type="qwen3_moe", shared_expert_intermediate_size=64)
     assert "error shared_expert_intermediate_size is 64" in found["shared-expert"]
-    assert not told(tmp_path / "right", {}, model_type="qwen3_moe", shared_expert_intermediate_size=0)
+    right = told(tmp_path / "right", {}, model_type="qwen3_moe", shared_expert_intermediate_size=0)
+    assert "shared-expert" not in right
+
+
+def test_dense_layers_of_a_mixture_in_the_converter(tmp_path: Path) -> None:
+    named = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    assert told(tmp_path / "a", {}, **named)["dense-layers"].startswith("warning llama.cpp's converter knows no layers")
 
 
 def test_the_bias_of_a_phimoe_head(tmp_path: Path) -> None:
@@ -98,11 +105,19 @@ def test_a_head_of_its_own_that_a_loader_never_reads(tmp_path: Path, kind: str, 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "name"), [("gemma2", "Gemma2ForCausalLM"), ("cohere2_vision", "Cohere2VisionForConditionalGeneration")]
+    ("kind", "name", "engine"),
+    [
+        ("gemma2", "Gemma2ForCausalLM", "vLLM"),
+        ("cohere2_vision", "Cohere2VisionForConditionalGeneration", "vLLM"),
+        ("cohere2", "Cohere2ForCausalLM", "llama.cpp"),
+        ("lfm2_moe", "Lfm2MoeForCausalLM", "llama.cpp"),
+    ],
 )
-def test_vllm_has_no_head_there(tmp_path: Path, kind: str, name: str, *, tied: bool) -> None:
+def test_some_engine_has_no_place_for_a_head(tmp_path: Path, kind: str, name: str, engine: str, *, tied: bool) -> None:
     named = {"model_type": kind, "architectures": [name], "tie_word_embeddings": tied}
-    assert told(tmp_path / "a", {}, **named)["head-refused"].startswith("error")
+    assert told(tmp_path / "a", {}, **named)["head-refused"].startswith(
+        f"error {engine} has no place for lm_head.weight"
+    )
     tensors = {n: t for n, t in llama().items() if n != "lm_head.weight"}
     without = check_folder(model_folder(tmp_path / "b", tensors, llama_config(**named))).findings
     assert "head-refused" not in {f.rule for f in without}

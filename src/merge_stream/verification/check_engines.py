@@ -6,7 +6,8 @@ write. What holds for the original repository too is a warning (or a note, where
 the family); what is wrong with this model alone is an error.
 
 Read in vLLM 0.32 (`deepseek_v2.py`, `qwen3_moe.py`, `phimoe.py`, `commandr.py`, `gemma2.py`), SGLang 0.5.23
-(`srt/models/`), TGI of January 2026 (`models/custom_modeling/`) and llama.cpp's converter (`conversion/`, 2026).
+(`srt/models/`), TGI of January 2026 (`models/custom_modeling/`) and llama.cpp's converter (`conversion/`, 2026, with
+gguf 0.19).
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _NEVER_READ_A_HEAD: dict[str, frozenset[str]] = {
     "TGI": frozenset({"gpt2"}),
     "llama.cpp": frozenset({"gemma", "gemma2"}),
 }
-_NO_HEAD_IN_VLLM = frozenset({"cohere2_vision", "gemma2"})
+_NO_PLACE_FOR_A_HEAD = {
+    "vLLM": frozenset({"cohere2_vision", "gemma2"}),
+    "llama.cpp": frozenset({"cohere", "cohere2", "lfm2_moe"}),
+}
 _LLAMA_CPP_DTYPES = frozenset(
     {"F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}
 )
@@ -134,10 +138,10 @@ def _heads(model: Headers) -> Iterator[Finding]:
         yield Finding("warning", "config", "head-bias", "vLLM, SGLang, TGI", text)
     heads = [name for name in model.tensors if name.endswith("lm_head.weight")]
     tied = tied_by_config(ModelInfo(model.config, "config.json"))
-    if heads and model.kind in _NO_HEAD_IN_VLLM:
+    for engine in (e for e, families in _NO_PLACE_FOR_A_HEAD.items() if heads and model.kind in families):
         hint = "merge without --materialize-tied" if tied else "serve it with transformers"
-        text = f"vLLM has no place for {heads[0]} in {model.kind}, and refuses it"
-        yield Finding("error", "config", "head-refused", "vLLM", text, hint)
+        text = f"{engine} has no place for {heads[0]} in {model.kind}, and refuses it"
+        yield Finding("error", "config", "head-refused", engine, text, hint)
     if not heads or tied:
         return
     lost = [engine for engine, families in _NEVER_READ_A_HEAD.items() if model.kind in families]
@@ -229,6 +233,10 @@ def _llama_cpp(model: Headers) -> Iterator[Finding]:
         name = next(n for n, t in model.tensors.items() if t.dtype.name == odd[0])
         text = f"llama.cpp's converter knows no tensors of type {', '.join(odd)}: {name}"
         yield Finding("warning", "config", "dtype", "llama.cpp", text)
+    dense = [n for n in model.tensors if n.endswith(".mlp.up_proj.weight")]
+    if model.kind == "qwen3_moe" and dense:
+        text = f"llama.cpp's converter knows no layers without experts in qwen3_moe: {listed(dense)}"
+        yield Finding("warning", "config", "dense-layers", "llama.cpp", text)
     biases = [name for name in model.tensors if name.endswith(".bias")]
     if model.kind in {"cohere2", "cohere2_moe"} and biases:
         text = f"llama.cpp's converter refuses the biases of {model.kind} unless they are all zero"
