@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from merge_stream import cli
 from merge_stream.api import merge
@@ -80,8 +81,6 @@ def test_case_075_the_rows_of_a_group_are_q_q_k_v(tmp_path: pathlib.Path) -> Non
     )
     write_dist(tmp_path, fused_rows, of.config)
     merged(tmp_path)
-    from safetensors.torch import load_file
-
     found = load_file(tmp_path / "out" / "model.safetensors")
     rows = {x: found[f"model.layers.0.self_attn.{x}_proj.weight"][:, 0].int().tolist() for x in "qkv"}
     assert rows == {
@@ -404,8 +403,6 @@ SECTIONS = {  # rows of each key head (q, k: 3) or of its two value heads (v, z:
 
 def test_case_084_sections_of_a_delta_net_are_joined_one_by_one(tmp_path: pathlib.Path) -> None:
     """Each rank packs q, k, v, z, b, a; the repository has them head by head (in_proj) or joined (conv1d)."""
-    from safetensors.torch import load_file
-
     delta_net(tmp_path, DELTA_NET)
     merged(tmp_path, write_config=False)
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -489,6 +486,27 @@ def test_case_086_norms_stand_in_their_places(tmp_path: pathlib.Path) -> None:
     write_dist(tmp_path, fused(tensors, of), of.config)
     merged(tmp_path)
     assert_holds(tmp_path / "out", tensors)
+
+
+@pytest.mark.parametrize("way", ["zarr", "stage", "crc", "quantized"])
+def test_case_085_ones_are_added_on_every_way(tmp_path: pathlib.Path, way: str) -> None:
+    """Through a staging store, with checksums of the sources, beside quantized weights; and `verify` adds them too."""
+    of = Llama(hidden=64, width=16, inner=32, torch_dtype="bfloat16")
+    tensors = {name: tensor.bfloat16() for name, tensor in llama(of).items()}
+    write_dist(tmp_path, fused(tensors, of), of.config, arguments(of, apply_layernorm_1p=True))
+    base = ["--base-model", str(tmp_path / "hf"), "-q"]
+    ckpt, out, store = (str(tmp_path / name) for name in ("ckpt", "out", "store"))
+    if way == "stage":
+        assert cli.run(["stage", ckpt, store, *base]) == 0
+        assert cli.run(["finalize", store, out, "-q"]) == 0
+    else:
+        more = {"zarr": ["--staging", "zarr"], "crc": ["--check-crc"], "quantized": ["--quantize", "fp8-dynamic"]}
+        assert cli.run(["merge", ckpt, out, *base, *more[way]]) == 0
+    wanted = {name: (t.float() + 1).bfloat16() if "norm" in name else t for name, t in tensors.items()}
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name in (name for name in wanted if way != "quantized" or "norm" in name):
+        assert torch.equal(found[name], wanted[name]), name
+    assert cli.run(["verify", out, "--against", ckpt, "--base-model", str(tmp_path / "hf"), "-q"]) == 0
 
 
 def by_halves(tensor: torch.Tensor, width: int) -> torch.Tensor:
