@@ -73,6 +73,34 @@ class TestExperts:
             assert "missing: 3" in refusal(ckpt, tmp_path, IncompleteShardsError, weights=weights)
 
 
+@pytest.mark.parametrize("what", ["lost", "of another shape"])
+def test_experts_of_a_layer_are_alike(tmp_path: Path, what: str) -> None:
+    """With --weights module nothing else tells what an expert consists of."""
+    ckpt = copied("deepspeed/moe_z2_ep2_w4", tmp_path)
+
+    def change(state: dict[str, Any]) -> None:
+        name = next(name for name in state if name.endswith("fc2.weight"))
+        state[name] = None if what == "lost" else state[name][:-1].clone()
+
+    changed(next(ckpt.rglob("layer_1_expert_2_*")), change)
+    assert "differ in fc2.weight" in refusal(ckpt, tmp_path, IncompleteShardsError, weights="module")
+
+
+@pytest.mark.parametrize("what", ["lost", "of another shape"])
+def test_the_module_is_compared_with_the_optimizers_list(tmp_path: Path, what: str) -> None:
+    ckpt = copied("deepspeed/z2_bf16_multigroup_w3", tmp_path)
+
+    def change(state: dict[str, Any]) -> None:
+        module = state["module"]
+        name = "model.layers.0.mlp.gate_proj.weight"
+        module[name] = None if what == "lost" else module[name][:-1].clone()
+
+    changed(next(ckpt.rglob("mp_rank_00_model_states.pt")), change)
+    message = refusal(ckpt, tmp_path, CorruptCheckpointError, weights="module")
+    assert "gate_proj.weight" in message
+    assert "the optimizer lists it as" in message
+
+
 class TestExpertsUnderTensorParallelism:
     """Whole experts, each in the file of some rank; or parts of every expert in the files of all ranks."""
 

@@ -98,6 +98,7 @@ def lay_experts(model: LocalModel, experts: LocalModel, files: DeepSpeedFiles) -
     model.twins |= experts.twins
     model.facts["experts"] = len({(layer, expert) for layer, expert, _ in files.experts})
     _require_gates(model, files)
+    _require_alike(experts, files)
     fuse_autoep(model, files)
 
 
@@ -155,6 +156,21 @@ def _require_gates(model: LocalModel, files: DeepSpeedFiles) -> None:
                     f"{files.tree.label} has {len(held)} experts of {prefix[:-1]}, {name} chooses among {gate.shape[0]}"
                 )
                 raise IncompleteShardsError(msg, hint=_COPY)
+
+
+def _require_alike(experts: LocalModel, files: DeepSpeedFiles) -> None:
+    """The experts of a layer are copies of one module (moe/experts.py), so they have the same parameters."""
+    layers: dict[str, dict[str, dict[str, Shape]]] = {}
+    for name, tensor in experts.tensors.items():
+        if match := _LOCAL.fullmatch(name):
+            layers.setdefault(match[1], {}).setdefault(match[2], {})[match[3]] = tensor.shape
+    for layer, held in layers.items():
+        first, *others = held.items()
+        for number, parameters in others:
+            if different := sorted(set(parameters.items()) ^ set(first[1].items())):
+                what = f"{layer}{first[0]} and {layer}{number} differ in {different[0][0][1:]}"
+                msg = f"{files.tree.label}: the experts {what}, which all experts of a layer have alike"
+                raise IncompleteShardsError(msg, hint=f"an expert's file is damaged or of another run: {_COPY}")
 
 
 def _masters(optim: Sequence[OptimStates], part: LocalModel, weights: Mapping[str, TensorRef]) -> Masters:

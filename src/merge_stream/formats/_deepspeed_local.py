@@ -35,7 +35,7 @@ from merge_stream.formats._deepspeed_states import (
     read_optim_states,
 )
 from merge_stream.formats._rank_files import ranks_text
-from merge_stream.formats._zero3_experts import router_of, stage3_masters_of_all
+from merge_stream.formats._zero3_experts import is_expert, router_of, stage3_masters_of_all
 from merge_stream.formats._zero_masters import Masters, flat_masters, sliced_masters, stage3_parts
 from merge_stream.formats._zero_stage0 import moment_shapes, unpartitioned_masters
 from merge_stream.options import OpenOptions
@@ -150,6 +150,7 @@ def _module_first(
     if options.weights == "module":
         model.tensors = refs
         model.facts["weights"] = "module"
+        _require_listed(refs, states)
         _mark_frozen(model, states)
         return model
     masters = _masters(files, mp, states, optim)
@@ -176,6 +177,21 @@ def _module_first(
     model.tensors |= masters
     model.frozen |= {name for name in refs if name not in trained and name not in states.buffers}
     return model
+
+
+def _require_listed(refs: Mapping[str, TensorRef], states: ModelStates) -> None:
+    """What the optimizer trains is in `module` too, in the same shape; experts and layers have files of their own."""
+    for group in states.groups or () if states.module is not None else ():
+        for name, shape in group.items():
+            ref = refs.get(name)
+            if ref is None and is_expert(name):
+                continue
+            if ref is None or ref.shape != shape:
+                what = f"has no {name}" if ref is None else f"has {name} {list(ref.shape)}"
+                msg = f"{states.source.where} {what} in `module`, the optimizer lists it as {list(shape)}"
+                raise CorruptCheckpointError(
+                    msg, hint="the file is damaged, or of two runs; leave --weights module out"
+                )
 
 
 def _mark_frozen(model: LocalModel, states: ModelStates) -> None:

@@ -10,6 +10,7 @@ hold the same experts, in the order of `partition_ranks`. There are no expert fi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
@@ -18,8 +19,9 @@ from merge_stream.formats._zero_masters import Masters, stage3_masters
 from merge_stream.tensors.ref import ShardTable, TensorRef
 from merge_stream.tensors.tables import moved, rows_of, stacked
 
-__all__ = ["experts_of", "place_stack", "router_of", "stage3_masters_of_all"]
+__all__ = ["experts_of", "is_expert", "place_stack", "router_of", "stage3_masters_of_all"]
 
+_STACK = re.compile(r".*\.experts\.w[123]")
 _MIXED = "files of two runs are mixed, or the file is damaged: copy all files of one save again"
 
 
@@ -106,6 +108,11 @@ def _layer_of(states: ModelStates | None, name: str) -> dict[object, object] | N
         if isinstance(layer, dict) and name.startswith(f"{layer.get('expert_key_prefix')}."):
             return layer
     return None
+
+
+def is_expert(name: str) -> bool:
+    """True for names of parameters that deepspeed.moe and AutoEP write to the experts' files."""
+    return ".deepspeed_experts." in name or bool(_STACK.fullmatch(name))
 
 
 def router_of(states: ModelStates, name: str) -> str | None:
