@@ -130,6 +130,16 @@ def _without_the_last_group(state: dict[str, Any]) -> None:
             held[key] = held[key][:-1]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_buffer_that_is_named_and_not_there_is_told(tmp_path: Path, stage: int) -> None:
+    """A model's own state_dict may leave it out, so it is no error."""
+    ckpt = save(tmp_path / "ckpt", stage=stage, buffers={"model.scale": numbered(2)})
+    for path in ckpt.glob(MODEL):
+        changed(path, lambda state: state["module"].pop("model.scale"))
+    report = merged(ckpt, tmp_path / "out")
+    assert any("model.scale" in note for note in report.notes)
+
+
 def test_masters_of_two_types(tmp_path: Path) -> None:
     ckpt = save(tmp_path / "ckpt")
 

@@ -112,6 +112,10 @@ def _read(
         model = _module_first(files, mp, states, optim, options)
         read = [states.source]
     read += [rank.source for rank in optim.values()]
+    if model.states is not None and model.states.module is not None:
+        lost = sorted(b for b in model.states.buffers if b not in model.states.module and not is_expert(b))
+        if lost:
+            model.notes.append(f"buffers that the checkpoint names and does not hold: {listed(lost, most=3)}")
     model.metadata_nbytes = sum(source.file.metadata_nbytes for source in read)
     model.optim = [optim[dp] for dp in sorted(optim)]
     return model
