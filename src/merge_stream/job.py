@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from merge_stream import __version__
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.lora import is_adapter_alone
+from merge_stream.architectures.megatron_adapters import holds_adapters_alone, with_peft_names
 from merge_stream.architectures.precision import names_kept_wide
 from merge_stream.architectures.ties import absent_head
 from merge_stream.base_weights import refuse_without_base, with_base_weights
@@ -92,6 +93,9 @@ def make_plan(
     config.json, a memory bound that is too small.
     """
     options, observer, stop = options or MergeOptions(), observer or Silent(), stop or StopFlag()
+    if holds_adapters_alone(catalog):
+        info = find_model_folder(catalog.config_dirs, options.base_model, write_config=True).info
+        catalog = with_peft_names(catalog, info)
     adapter_alone = is_adapter_alone(catalog)
     if (adapter_alone and options.lora.mode == "keep") or _is_kept_alone(catalog):
         folder = ModelFolder(ModelInfo(None))  # OUT is nothing but the adapter

@@ -64,9 +64,11 @@ class Megatron:
             return Mapping(self.name, tuple(identity(name, shape) for name, shape in shapes.items()))
         if adapters := [name for name in shapes if ".adapter." in name]:
             count = counted(len(adapters), "tensor")
-            msg = f"the checkpoint holds adapters of Megatron-Bridge ({count}: {adapters[0]} ...)"
-            hint = "fold them with Megatron-Bridge (merge_lora) or export them there (export_adapter_ckpt), then merge"
-            raise UnsupportedError(f"{msg}, which are no weights of the model", hint=hint)
+            msg = (
+                f"the checkpoint holds adapters of Megatron-Bridge ({count}: {adapters[0]} ...) and weights beside them"
+            )
+            hint = "fold them with Megatron-Bridge (merge_lora); an adapter alone is folded into a --base-model here"
+            raise UnsupportedError(msg, hint=hint)
         if model.config is None:
             msg = "Megatron's names are those of no repository, and without config.json the family is not known"
             raise UnsupportedError(msg, hint=f"pass --base-model DIR with a config.json; {_HINT}")

@@ -16,6 +16,7 @@ from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.families import TIE_NAMES
 from merge_stream.architectures.lora import PREFIX, holds_lora, is_adapter_alone
 from merge_stream.architectures.lora_base import beside
+from merge_stream.architectures.megatron_adapters import holds_adapters_alone, with_peft_names
 from merge_stream.architectures.ties import tied_by_config
 from merge_stream.base_weights import refuse_without_base, with_base_weights
 from merge_stream.encodings.base import Scheme
@@ -176,6 +177,8 @@ def verify(
     reference = open_checkpoint(paths, opening, max_mem=max_mem)
     verdict = Verdict(os.fspath(out), os.fspath(paths[0]))
     lora = lora or LoraChoice()
+    if holds_adapters_alone(reference):
+        reference = with_peft_names(reference, _model_info(model, reference, base_model))
     if has_adapter and lora.mode is None and holds_lora(reference):
         lora = LoraChoice("keep", lora.alpha)
         verdict.notes.append("compared as kept, for the model has a lora_adapter; if it is folded too: --lora both")
