@@ -49,6 +49,7 @@ _NEAR = 4 << 10  # most bytes between data.pkl and byteorder
 _INTS = {"BININT": 4, "BININT1": 1, "BININT2": 2}  # -> bytes of the number
 _TEXTS = {"BINUNICODE": 4, "SHORT_BINUNICODE": 1}  # -> bytes of the length
 _PLAIN = (int, bool, float, str, bytes, type(None))
+_DROPS = frozenset({"POP", "POP_MARK", "DUP"})  # torch.save writes none
 _MESH = "DeviceMesh"
 _DEVICE = "torch.device"
 _CUDA = b"X\x04\x00\x00\x00cuda"
@@ -264,6 +265,8 @@ def _head_of(data: bytes) -> _Head:
     stack: list[bool] = []  # true for a mark
     whole = False  # the last opcode may have ended a value of the outermost dict
     for name, arg, at, opcode in _opcodes(data):
+        if name in _DROPS:  # a value that can be used later and is not in the dict: nothing after it is compared
+            break
         if whole and name in _TEXTS:  # the next key
             cuts.append(at)
         if name in _INTS:
