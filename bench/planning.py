@@ -1,6 +1,7 @@
 """How long planning takes, and how much memory, at sizes that no machine here could merge: sparse files, real headers.
 
     python -m bench.planning --work FOLDER [--only NAME ...] [--rounds 3] [--keep]
+    python -m bench.planning --work FOLDER --whole    # merge 105 billion parameters: is memory flat? 5 minutes
 
     llama-405b    1137 parameters x 512 ranks, FSDP2 (and 128 and 256 ranks: is it linear?)
     deepseek-v3   45,000 parameters x 64 ranks, FSDP2, each expert under its own name
@@ -63,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=CASES, action="append", help="may be repeated")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints, and take those that are there")
+    parser.add_argument("--whole", action="store_true", help="merge one of them instead of planning all")
     given = parser.parse_args(arguments)
+    if given.whole:
+        return _whole(given.work)
     failed = 0
     print(
         "| checkpoint | records | `plan` wall, s | CPU, s | CPU for each record, us | memory, MB | `inspect` wall, s |"
@@ -81,6 +85,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not given.keep:
                 shutil.rmtree(folder)
     return 1 if failed else 0
+
+
+def _whole(work: pathlib.Path) -> int:
+    """A merge from the first byte to the last of 32 layers of Llama-405B (212 GB), into files that keep the holes."""
+    source, out = work / "llama-405b-32-layers", work / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    if not source.exists():
+        make_sparse_ranks(source, "llama-405b", 64, layers=32)
+    words = ("merge", str(source), str(out), "--sparse", "--max-mem", "1G", "--json", "-q")
+    used = measure.run([sys.executable, "-m", "merge_stream", *words])
+    report = json.loads(used.stdout)
+    resident = [sample[1] for sample in report["timeline"]]
+    third = len(resident) // 3
+    first, last = max(resident[:third]), max(resident[-third:])
+    print(
+        f"{report['output_nbytes'] / 1e9:.0f} GB in {used.wall:.0f} s, CPU {used.cpu:.0f} s; resident memory at most "
+        f"{first / 1e6:.0f} MB in the first third, {last / 1e6:.0f} MB in the last; projected "
+        f"{report['memory']['projected'] / 1e6:.0f} MB"
+    )
+    shutil.rmtree(out)
+    return 1 if last > first * 1.1 else 0
 
 
 def _measure(case: Case, folder: pathlib.Path, records: int, rounds: int) -> int:
