@@ -17,7 +17,7 @@ SOURCE = pathlib.Path(__file__).resolve().parents[1] / "src"
 PACKAGE = "merge_stream"
 
 LAYERS = (
-    ("errors", "units", "options", "tensors"),
+    ("collector", "errors", "units", "options", "tensors"),
     ("storage",),
     ("containers",),
     ("formats", "architectures", "encodings", "discovery", "opening", "base_weights"),

@@ -19,6 +19,7 @@ from merge_stream.architectures.megatron_adapters import holds_adapters_alone, w
 from merge_stream.architectures.precision import names_kept_wide
 from merge_stream.architectures.ties import absent_head
 from merge_stream.base_weights import refuse_without_base, with_base_weights
+from merge_stream.collector import without_collector
 from merge_stream.containers.zarr_array import ADAPTER_GROUP
 from merge_stream.encodings.base import scheme_named, temporaries
 from merge_stream.encodings.cast import Cast, encoding_for
@@ -80,6 +81,7 @@ class Job:
     """Elements in the longest row that is quantized; 0 without --quantize."""
 
 
+@without_collector
 def make_plan(
     catalog: Catalog,
     options: MergeOptions | None = None,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from merge_stream.architectures.lora_settings import SETTINGS_FILES
 from merge_stream.architectures.user_rules import NAMING, read_rules
+from merge_stream.collector import without_collector
 from merge_stream.discovery import members_of
 from merge_stream.errors import AmbiguousCheckpointError, UnknownFormatError, UsageError
 from merge_stream.formats._flat_files import flat_sets, other_sets
@@ -42,6 +43,7 @@ class Found:
     detection: Detection
 
 
+@without_collector
 def open_checkpoint(
     paths: Sequence[str | os.PathLike[str]], options: OpenOptions | None = None, *, max_mem: int = DEFAULT_LIMIT
 ) -> Catalog:

@@ -172,3 +172,29 @@ def test_first_only_stops_reading_at_the_first_difference() -> None:
     got = wanted + 1
     (d,) = compared(F32, (1 << 18,), wanted, got, segment=4096, workers=1, first_only=True)
     assert d.count == 1024  # one tile
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "F64"])
+def test_a_nan_of_any_kind_is_no_warning_and_no_number(name: str) -> None:
+    """Signaling NaNs make numpy warn; warnings are errors here."""
+    kind = dtype(name)
+    bits = {"F32": 0x7F800001, "F16": 0x7C01, "BF16": 0x7F81, "F64": 0x7FF0000000000001}[name]
+    unsigned = f"u{kind.itemsize}"
+    one = np.array([1.0, 2.0, 3.0, 4.0]).astype(kind.numpy())
+    other = one.copy()
+    other.view(unsigned)[1] = bits
+    for tolerance in (EXACT, Tolerance(1.0, 1.0)):
+        (found,) = compared(kind, (4,), one, other, tolerance=tolerance)
+        assert (found.count, found.max_abs, found.max_rel) == (1, math.inf, math.inf)
+        assert math.isnan(found.first_got)
+    quiet = other.copy()
+    quiet.view(unsigned)[1] |= 1 << {"F32": 22, "F16": 9, "BF16": 6, "F64": 51}[name]
+    (found,) = compared(kind, (4,), other, quiet)
+    assert (found.count, found.max_abs, found.max_rel) == (1, 0.0, 0.0)
+    assert compared(kind, (4,), other, quiet, tolerance=Tolerance(0.1, 0.0)) == []
+
+
+def test_infinities_of_two_signs_are_infinitely_far() -> None:
+    one, other = np.array([np.inf, 1.0], np.float32), np.array([-np.inf, 1.0], np.float32)
+    (found,) = compared(F32, (2,), one, other, tolerance=Tolerance(1.0, 1.0))
+    assert (found.count, found.max_abs, found.max_rel) == (1, math.inf, math.inf)

@@ -194,3 +194,26 @@ def test_read_json_gives_the_object_and_names_the_file_in_every_refusal() -> Non
             read_json(tree, name, 1_000_000)
     with pytest.raises(CorruptCheckpointError, match="at most 5"):
         read_json(tree, "good.json", 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":SPEC,"a":SPEC}',
+        '{"a":SPEC,"b":{"dtype":"F32","shape":[0],"data_offsets":[8,8],"dtype":"F32"}}',
+        '{"__metadata__":{"k":"v","k":"v"},"a":SPEC}',
+        '{"a:b":SPEC,"a:b":SPEC}',
+        '{"a":SPEC,"\\u0061":SPEC}',
+        '{"\\u003a":SPEC,":":SPEC}',
+    ],
+)
+def test_a_name_that_stands_twice_is_refused_wherever_it_stands(text: str) -> None:
+    header = text.replace("SPEC", '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}').encode()
+    assert "twice" in refusal(len(header).to_bytes(8, "little") + header + bytes(8))
+
+
+def test_colons_in_names_and_metadata_are_no_second_name() -> None:
+    document = {"__metadata__": {"a:b": "c:d"}, "x:y": spec(), "é:": spec(offsets=(8, 16))}
+    header = json.dumps(document).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(16)
+    assert set(parse_header(data, len(data), "x").tensors) == {"x:y", "é:"}

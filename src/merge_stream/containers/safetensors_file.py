@@ -93,7 +93,8 @@ def parse_header(data: bytes, file_nbytes: int, where: str) -> SafetensorsFile:
     document = _parsed(data[8:data_start], where)
     metadata = _checked_metadata(document.pop("__metadata__", {}), where)
     tensors = [
-        (name, _checked_tensor(spec, data_start, f"{where}: tensor {name!r}")) for name, spec in document.items()
+        (name, _sound_tensor(spec, data_start) or _checked_tensor(spec, data_start, f"{where}: tensor {name!r}"))
+        for name, spec in document.items()
     ]
     # Empty tensors share their offset with a neighbour: by start, then by size.
     tensors.sort(key=lambda item: (item[1].offset, item[1].nbytes))
@@ -155,7 +156,9 @@ def _parsed(text: bytes, where: str) -> dict[str, object]:
             f"{where}: the header is no JSON object, it starts with {text[:16]!r}", hint=_FOREIGN
         )
     try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = json.loads(text.decode("utf-8"), parse_constant=_no_constant)
+        if text.count(b":") != _pairs(document):
+            document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CorruptCheckpointError(f"{where}: the header cannot be parsed: {reason}", hint=_FOREIGN) from None
@@ -165,6 +168,15 @@ def _parsed(text: bytes, where: str) -> dict[str, object]:
         if not name.isascii() and any("\ud800" <= c <= "\udfff" for c in name):
             raise CorruptCheckpointError(f"{where}: the name {name!r} is no Unicode text", hint=_FOREIGN)
     return names
+
+
+def _pairs(document: dict[str, object]) -> int:
+    """Names of the header and of the objects in it.
+
+    Every pair that was read has a colon. So when there are no more colons than names, no name stood there twice;
+    when there are, they may be in strings, and the slow way finds out.
+    """
+    return len(document) + sum(len(value) for value in document.values() if type(value) is dict)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -189,6 +201,27 @@ def _checked_metadata(value: object, where: str) -> dict[str, str]:
             found = type(word).__name__
             raise CorruptCheckpointError(f"{where}: __metadata__[{key!r}] is {found}, wanted a string", hint=_FOREIGN)
     return value
+
+
+def _sound_tensor(spec: object, data_start: int) -> StoredTensor | None:
+    """The tensor, when nothing is wrong with its description; None leaves it to `_checked_tensor` to say what is."""
+    if type(spec) is not dict or len(spec) != 3:
+        return None
+    name, shape, offsets = spec.get("dtype"), spec.get("shape"), spec.get("data_offsets")
+    dtype = dtype_named(name) if type(name) is str else None
+    if dtype is None or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
+        return None
+    nbytes = dtype.itemsize
+    for extent in shape:
+        if type(extent) is not int or not 0 <= extent < _LARGEST_DIM:
+            return None
+        nbytes *= extent
+    start, stop = offsets
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop < _LARGEST_DIM:
+        return None
+    if stop - start != nbytes or len(shape) > _MOST_DIMS:
+        return None
+    return StoredTensor(dtype, tuple(shape), data_start + start, nbytes)
 
 
 def _checked_tensor(spec: object, data_start: int, where: str) -> StoredTensor:

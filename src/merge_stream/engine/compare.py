@@ -147,8 +147,8 @@ def _measure(  # noqa: PLR0917 - numbers of one tile
     wide = _wide(dtype)
     for low in range(0, len(a), _BLOCK):
         high = min(low + _BLOCK, len(a))
-        p, q = a[low:high].astype(wide), b[low:high].astype(wide)
         with np.errstate(all="ignore"):
+            p, q = a[low:high].astype(wide), b[low:high].astype(wide)  # a signaling NaN makes numpy warn
             error = np.abs(p - q)
             unlike = raw_a[low:high] != raw_b[low:high]
             if not tolerance.exact:
@@ -157,8 +157,9 @@ def _measure(  # noqa: PLR0917 - numbers of one tile
             where = np.flatnonzero(unlike)
             if not len(where):
                 continue
-            relative = np.nan_to_num(error[where] / np.abs(p[where]), nan=0.0, posinf=np.inf)
             error[np.isnan(p) & np.isnan(q)] = 0  # other bits, no other value
+            relative = np.nan_to_num(error[where] / np.abs(p[where]), nan=0.0, posinf=np.inf)
+            relative[~np.isfinite(error[where])] = np.inf  # a number beside NaN, or another infinity
             into.max_abs = max(into.max_abs, float(np.nan_to_num(error[where], nan=np.inf, posinf=np.inf).max()))
             into.max_rel = max(into.max_rel, float(relative.max()))
         if into.first is None:

@@ -50,7 +50,7 @@ def clean_names(names: Iterable[str], where: str) -> dict[str, str]:
                 f"{where}: a tensor is called {clean[:80]!a} ({len(clean)} characters): invisible ones, or too many",
                 hint="no model has such a name: the file is damaged, or was made to mislead",
             )
-        if clean in _RESERVED or not _is_text(clean):
+        if clean in _RESERVED:
             raise CorruptCheckpointError(
                 f"{where}: a tensor is called {clean[:80]!a}, which no safetensors file can hold",
                 hint="rename it in the model, or leave it out of the state dict",
@@ -61,15 +61,6 @@ def clean_names(names: Iterable[str], where: str) -> dict[str, str]:
                 hint="the checkpoint holds one parameter under two names; save it from one wrapped model",
             )
     return cleaned
-
-
-def _is_text(name: str) -> bool:
-    """False for lone surrogates, which UTF-8 cannot write."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def config_dirs(tree: ByteTree) -> tuple[str, ...]:

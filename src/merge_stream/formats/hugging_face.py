@@ -15,7 +15,6 @@ from merge_stream.formats._hub_files import check_index, chosen_set, homes, hub_
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
-from merge_stream.tensors.box import Box
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 from merge_stream.units import counted
 
@@ -55,7 +54,7 @@ class HuggingFace:
         tensors = {}
         for stored, name in home.items():
             tensor = headers[name].tensors[stored]
-            rows = ShardTable.of([(Box.whole(tensor.shape), table.index(name), tensor.offset)], len(tensor.shape))
+            rows = ShardTable.whole(tensor.shape, table.index(name), tensor.offset)
             tensors[clean[stored]] = TensorRef(clean[stored], tensor.dtype, tensor.shape, rows)
         others = sorted(v or "without variant" for v in sets if v != variant)
         return Catalog(

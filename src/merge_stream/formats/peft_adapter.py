@@ -17,7 +17,6 @@ from merge_stream.formats._catalog import FileTable, clean_names, config_dirs
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
-from merge_stream.tensors.box import Box
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 
 __all__ = ["MEMBER", "PeftAdapter"]
@@ -45,7 +44,7 @@ class PeftAdapter:
         table = FileTable(tree)
         tensors = {}
         for stored, tensor in header.tensors.items():
-            rows = ShardTable.of([(Box.whole(tensor.shape), table.index(_FILE), tensor.offset)], len(tensor.shape))
+            rows = ShardTable.whole(tensor.shape, table.index(_FILE), tensor.offset)
             tensors[clean[stored]] = TensorRef(clean[stored], tensor.dtype, tensor.shape, rows)
         return Catalog(
             format=self.name,

@@ -7,6 +7,8 @@ parameters on 512 ranks has 580 000 of them.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,6 +64,13 @@ class ShardTable:
             np.array([r[2] for r in rows], dtype=np.int64),
         )
 
+    @staticmethod
+    def whole(shape: tuple[int, ...], file: int, offset: int) -> ShardTable:
+        """Table of a tensor that stands whole in one file, as `of` makes it, for files of a million tensors."""
+        if 0 in shape:
+            return ShardTable.of([], len(shape))
+        return ShardTable(_origin(len(shape)), _extent(shape), _only(file), np.array((offset,), dtype=np.int64))
+
     def __len__(self) -> int:
         return len(self.file)
 
@@ -84,6 +93,30 @@ class ShardTable:
                 (self.offset, other.offset),
             )
         )
+
+
+@functools.cache
+def _origin(ndim: int) -> np.ndarray:
+    """The start of a whole tensor, shared and not to be written."""
+    start = np.zeros((1, ndim), dtype=np.int64)
+    start.flags.writeable = False
+    return start
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _extent(shape: tuple[int, ...]) -> np.ndarray:
+    """The stop of a whole tensor, shared and not to be written."""
+    stop = np.array((shape,), dtype=np.int64)
+    stop.flags.writeable = False
+    return stop
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _only(file: int) -> np.ndarray:
+    """One file index, shared and not to be written."""
+    files = np.array((file,), dtype=np.int32)
+    files.flags.writeable = False
+    return files
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +143,7 @@ class TensorRef:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return Box.whole(self.shape).size
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
