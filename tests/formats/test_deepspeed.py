@@ -295,3 +295,23 @@ class TestWhatIsFrozen:
         held = torch.load(path, weights_only=False)
         torch.save({**held, "param_shapes": None, "frozen_param_shapes": None}, path)
         refused(folder, tmp_path, UnsupportedError, "no file tells", weights="module", exclude_frozen=True)
+
+
+@pytest.mark.parametrize("run", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("weights", ["master", "module"])
+@pytest.mark.parametrize("dtype", ["keep", "fp32", "bf16", "fp16"])
+def test_either_kind_of_weights_in_every_type(tmp_path: Path, run: torch.dtype, weights: str, dtype: str) -> None:
+    """Masters are rounded once, from fp32; weights of the module from the type of the run."""
+    drawn = torch.Generator().manual_seed(4)
+    values = {name: torch.randn(37, 5, generator=drawn) for name in ("model.a", "model.b")}
+    frozen = {"model.f": torch.randn(11, generator=drawn).to(run).float()}
+    folder = write_zero(tmp_path / "ckpt", ZeroRun([values], dtype=run, frozen=frozen))
+    merged(
+        folder,
+        tmp_path / "out",
+        dataclasses.replace(NAMES_AS_THEY_ARE, dtype=dtype),
+        opening=OpenOptions(weights=weights),
+    )
+    held = torch.float32 if weights == "master" else run
+    target = {"keep": held, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert_holds(tmp_path / "out", {n: t.to(held).to(target) for n, t in {**values, **frozen}.items()})
