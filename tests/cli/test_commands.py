@@ -25,7 +25,7 @@ COMMANDS = ("merge", "inspect", "plan", "verify", "test")
 OPTIONS = {
     "merge": "--input --format --root --mesh-dim-names --tp-first --base-model --dtype --layout --max-shard-size "
     "--no-config --check-replicas --strict --max-mem --workers --verify --overwrite --restart --json --quiet",
-    "inspect": "--input --format --root --mesh-dim-names --tp-first --tensors --json",
+    "inspect": "--input --format --root --mesh-dim-names --tp-first --tensors --base-model --json",
     "plan": "--input --base-model --dtype --layout --max-shard-size --no-config --max-mem --workers --verify "
     "--overwrite --restart --json",
     "verify": "--against --atol --rtol --max-mem --workers --base-model --json --quiet",

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from merge_stream.api import merge, verify
 from merge_stream.errors import CheckpointError, MergeStreamError, UnsupportedError
 from merge_stream.options import LoraChoice, MergeOptions
+from tests.folder.models import checkpoint, llama, llama_config, model_folder
 from tests.lora.goldens import (
     Golden,
     differences,
@@ -314,3 +315,45 @@ def test_adapter_speaks_the_names_of_memory_and_the_base_those_of_its_repository
     got = read_model(tmp_path / "out")
     assert set(got) == set(wanted)
     assert not differences(got, wanted, wanted)
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def critic() -> dict[str, torch.Tensor]:
+    """A value model with LoRA: its head was trained whole, as peft wraps it."""
+    named = {f"base_model.model.{n}": t for n, t in llama().items() if n != "lm_head.weight"}
+    named[f"{Q}.base_layer.weight"] = named.pop(f"{Q}.weight")
+    named |= {f"{Q}.lora_A.default.weight": torch.ones(2, 8), f"{Q}.lora_B.default.weight": torch.ones(8, 2)}
+    head = "base_model.model.score."
+    for part, shape in (("weight", (1, 8)), ("bias", (1,))):
+        named[f"{head}original_module.{part}"] = torch.zeros(shape).bfloat16()
+        named[f"{head}modules_to_save.default.{part}"] = torch.ones(shape).bfloat16()
+    return named
+
+
+@pytest.mark.parametrize("lost", ["original_module.weight", "modules_to_save.default.bias"])
+def test_a_module_saved_in_half_is_refused(lost: str, tmp_path: pathlib.Path) -> None:
+    """Else the untrained part would stand beside the trained one."""
+    state = {name: tensor for name, tensor in critic().items() if not name.endswith(lost)}
+    source = checkpoint(tmp_path / "ckpt", state, llama_config())
+    with pytest.raises(CheckpointError, match=r"of score\.(weight|bias) is missing"):
+        merge(source, tmp_path / "out", MergeOptions(lora=LoraChoice("merge", 4)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_value_adapter_alone_takes_the_place_of_the_base_models_head(tmp_path: pathlib.Path) -> None:
+    """Peft loads a base for token classification, which has no lm_head."""
+    whole = checkpoint(tmp_path / "ckpt", critic(), llama_config())
+    merge(whole, tmp_path / "whole", MergeOptions(lora=LoraChoice("both", 4)))
+    base = model_folder(tmp_path / "base", llama(), llama_config())
+    alone = tmp_path / "whole" / "lora_adapter"
+    report = merge(alone, tmp_path / "out", MergeOptions(base_model=str(base)))
+    got, wanted = read_model(tmp_path / "out"), read_model(tmp_path / "whole")
+    assert not differences(got, wanted, got)
+    assert set(got) == set(wanted)
+    assert "lm_head.weight" not in got
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForTokenClassification"]
+    assert any("lm_head.weight of the base model is left out" in note for note in report.notes)
+    assert verify(tmp_path / "out", alone, base_model=str(base)).ok

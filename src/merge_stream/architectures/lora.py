@@ -108,7 +108,8 @@ def is_adapter_alone(catalog: Catalog) -> bool:
 def unwrap(catalog: Catalog) -> Unwrapped:
     """Sort the tensors.
 
-    UnsupportedError for adapters of another kind or several of them, CheckpointError for a lone factor.
+    UnsupportedError for adapters of another kind or several of them, CheckpointError for a lone factor, or for a module
+    of which a trained copy or an original is missing.
     """
     plain: dict[str, TensorRef] = {}
     trained: dict[str, TensorRef] = {}
@@ -152,6 +153,7 @@ def unwrap(catalog: Catalog) -> Unwrapped:
     if len(adapters) > 1:
         msg = f"the checkpoint holds {len(adapters)} adapters: {', '.join(sorted(adapters))}"
         raise UnsupportedError(msg, hint="only one adapter can be folded; save the model with one active adapter")
+    _check_copies(original, trained)
     return Unwrapped(
         dataclasses.replace(catalog, tensors={**plain, **original, **trained}),
         dataclasses.replace(catalog, tensors={**plain, **trained, **original}),
@@ -159,6 +161,20 @@ def unwrap(catalog: Catalog) -> Unwrapped:
         adapter,
         tuple(saved),
     )
+
+
+def _check_copies(original: Mapping[str, TensorRef], trained: Mapping[str, TensorRef]) -> None:
+    """A module that was trained whole has each of its tensors twice; an adapter alone has the trained ones only."""
+    wrapped = {name.rpartition(".")[0] for name in original}
+    lost = [f"the trained copy (modules_to_save) of {name}" for name in original if name not in trained]
+    lost += [
+        f"the original (original_module) of {name}"
+        for name in trained
+        if name not in original and name.rpartition(".")[0] in wrapped
+    ]
+    if lost:
+        msg = f"{lost[0]} is missing" + (f", and {len(lost) - 1} more" if len(lost) > 1 else "")
+        raise CheckpointError(msg, hint="the checkpoint is incomplete: pass all of its files")
 
 
 def _modules(parts: Mapping[str, Mapping[str, TensorRef]]) -> Iterable[LoraModule]:

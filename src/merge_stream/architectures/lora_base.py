@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping
 
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.lookup import family_of
@@ -24,6 +25,8 @@ __all__ = ["JOINED", "beside", "join_base"]
 JOINED = "base model"
 """The fact that tells of a joined catalog where its weights are from."""
 _MOST_EXPERTS = 4096
+_SCORE = re.compile(r"score\.(weight|bias)")
+_LANGUAGE_HEAD = re.compile(r"((language_model|text_model)\.)?(lm_head|embed_out)\.(weight|bias)")
 
 
 def join_base(adapter: Catalog, base: Catalog, model: ModelInfo) -> Catalog:
@@ -47,6 +50,9 @@ def join_base(adapter: Catalog, base: Catalog, model: ModelInfo) -> Catalog:
             tensors[name] = tensor
             for source in sources:
                 tensors.pop(source, None)
+    heads = _replaced_heads(tensors, taken)
+    for head in heads:
+        tensors.pop(head)
     whole = {f"{PREFIX}{name}": dataclasses.replace(t, name=f"{PREFIX}{name}") for name, t in tensors.items()}
     return dataclasses.replace(
         adapter,
@@ -54,7 +60,11 @@ def join_base(adapter: Catalog, base: Catalog, model: ModelInfo) -> Catalog:
         files=(*base.files, *adapter.files),
         config_dirs=tuple(dict.fromkeys((*adapter.config_dirs, *base.config_dirs))),
         facts={**adapter.facts, JOINED: f"{len(base.files)} weight files"},
-        notes=(*adapter.notes, f"the adapter belongs to the weights of {base.root}"),
+        notes=(
+            *adapter.notes,
+            f"the adapter belongs to the weights of {base.root}",
+            *(f"{head} of the base model is left out: the adapter brings a head of its own (score)" for head in heads),
+        ),
         metadata_nbytes=adapter.metadata_nbytes + base.metadata_nbytes,
         checksums=(*adapter.checksums, *base.checksums),
     )
@@ -69,6 +79,16 @@ def beside(model: Catalog, adapter: Catalog) -> Catalog:
         files=(*model.files, *adapter.files),
         checksums=(*model.checksums, *adapter.checksums),
     )
+
+
+def _replaced_heads(base: Mapping[str, TensorRef], taken: Collection[str]) -> list[str]:
+    """Output heads of a language model in whose place the adapter's `score` stands, as peft finds it.
+
+    A value or reward model is trained on a base whose own head its class does not have.
+    """
+    if not any(_SCORE.fullmatch(name) for name in taken) or any(_SCORE.fullmatch(name) for name in base):
+        return []
+    return [name for name in base if _LANGUAGE_HEAD.fullmatch(name)]
 
 
 def _after(first: Catalog, second: Catalog) -> dict[str, TensorRef]:
