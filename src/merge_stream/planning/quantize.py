@@ -194,7 +194,13 @@ def _refuse_quantized(tensors: Tensors) -> None:
 
 def _refuse_stacked(scheme: str, tensors: Tensors, model_type: str) -> None:
     for name, (shape, _) in tensors.items():
-        if len(shape) == 3 and _BLOCK.search(name) and "conv" not in name and not _in_tower(name):
+        if (
+            len(shape) == 3
+            and min(shape[1:]) > 1
+            and _BLOCK.search(name)
+            and "conv" not in name
+            and not _in_tower(name)
+        ):
             msg = f"--quantize {scheme}: {name} {list(shape)} holds the experts of a block in one tensor"
             hint = "loaders look for scales of each expert and would misread it; merge it without --quantize"
             if model_type == _GPT_OSS:
