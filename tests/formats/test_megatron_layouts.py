@@ -356,6 +356,58 @@ def test_tied_stages_are_no_expert_ranks(tmp_path: pathlib.Path) -> None:
     assert_holds(tmp_path / "out", {name: t for name, t in tensors.items() if name != "lm_head.weight"})
 
 
+@pytest.mark.parametrize("told", [{"swiglu": False, "quick_geglu": True}, {"swiglu": False, "gated_linear_unit": True}])
+def test_gates_of_another_kind_than_swiglu(tmp_path: pathlib.Path, told: dict[str, bool]) -> None:
+    """`swiglu` alone does not tell: GeGLU has gates as well."""
+    of = Llama()
+    write_ranks(tmp_path, cut(fused(llama(of), of), 2), {"tensor_model_parallel_size": 2, **told}, of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", llama(of))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "said"),
+    [
+        ("llama", {"swiglu": False}, "say that linear_fc1 has no gates, and llama has gates"),
+        ("nemotron", {"swiglu": True}, "say that linear_fc1 has gates, and nemotron has none"),
+        ("nemotron", {}, "without arguments it is assumed that linear_fc1 has gates"),
+    ],
+)
+def test_gates_that_contradict_the_family(tmp_path: pathlib.Path, kind: str, told: dict[str, bool], said: str) -> None:
+    """Rows would be joined in another order, with the same shapes."""
+    of = Llama(model_type=kind)
+    write_ranks(tmp_path, cut(fused(llama(of), of), 2), {"tensor_model_parallel_size": 2, **told}, of.config)
+    with pytest.raises(UnsupportedError, match=said):
+        merged(tmp_path)
+
+
+def hybrid(of: Llama, order: str) -> Tensors:
+    """Layers of HybridModel: attention (*) and MLP (-) with numbers of their own, in the order of a pattern."""
+    made: Tensors = {}
+    places = {kind: [k for k, x in enumerate(order) if x == kind] for kind in "*-"}
+    for name, tensor in fused(llama(of), of).items():
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = str(places["*" if parts[3] == "self_attention" else "-"][int(parts[2])])
+        made[".".join(parts).replace("decoder.final_layernorm", "decoder.final_norm")] = tensor
+    return made
+
+
+def test_layers_of_a_hybrid_model_are_pairs(tmp_path: pathlib.Path) -> None:
+    of = Llama(layers=2)
+    write_dist(tmp_path, hybrid(of, "*-*-"), of.config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", llama(of))
+
+
+@pytest.mark.parametrize("order", ["-*-*", "**--", "*--*"])
+def test_a_hybrid_model_in_another_order_is_no_transformer(tmp_path: pathlib.Path, order: str) -> None:
+    of = Llama(layers=2)
+    write_dist(tmp_path, hybrid(of, order), of.config)
+    with pytest.raises(UnsupportedError, match="no pairs of attention and MLP"):
+        merged(tmp_path)
+
+
 @pytest.mark.parametrize("half", ["w", "v"])
 def test_half_of_a_gated_layer_is_missing(tmp_path: pathlib.Path, half: str) -> None:
     of = Llama()

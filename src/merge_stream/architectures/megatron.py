@@ -22,7 +22,7 @@ from merge_stream.architectures.rules import Drop, Rename, Rule, convert
 from merge_stream.architectures.structure import text_value
 from merge_stream.discovery import members_of
 from merge_stream.errors import UnsupportedError
-from merge_stream.formats._megatron_raw import NORMS, ROTARY
+from merge_stream.formats._megatron_raw import GATES, NORMS, ROTARY
 from merge_stream.options import LayoutName
 from merge_stream.tensors.parameter import Mapping, identity
 from merge_stream.tensors.ref import Catalog
@@ -78,6 +78,7 @@ class Megatron:
             where = f"model_type {model.model_type!r} ({model.config_path})"
             msg = f"Megatron's names of {where} are not known, only {known}; the checkpoint holds {_some(shapes)}"
             raise UnsupportedError(msg, hint=_HINT)
+        _check_gates(family, catalog)
         rules = _turned(family, family.rules(model), catalog)
         shifted = _shifted(family, catalog)
         head = _value_head(shapes, model)
@@ -130,6 +131,18 @@ class Megatron:
 
 
 MEMBER = Megatron()
+
+
+def _check_gates(family: MegatronFamily, catalog: Catalog) -> None:
+    """Tensor-parallel parts of linear_fc1 were joined with or without gates: it must be as the family has it."""
+    told = str(catalog.facts.get(GATES, ""))
+    if told and (told != "no") != family.gated:
+        by = "without arguments it is assumed" if told == "assumed" else "the trainer's arguments say"
+        has = "has gates" if family.gated else "has none"
+        msg = f"{by} that linear_fc1 has {'no ' if told == 'no' else ''}gates, and {family.name} {has}"
+        raise UnsupportedError(
+            msg, hint="pass the --base-model that was trained, or save with --ckpt-format torch_dist"
+        )
 
 
 def _some(names: Collection[str]) -> str:

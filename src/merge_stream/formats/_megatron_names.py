@@ -254,6 +254,11 @@ def _paired_layers(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str,
         other = sorted({part for parts in layers.values() for part in parts})
         msg = f"a hybrid model of {len(attention)} attention, {len(mlp)} MLP and other layers ({', '.join(other)})"
         raise UnsupportedError(msg, hint="only models of attention and MLP layers, in pairs, are known")
+    pairs = list(zip(attention, mlp, strict=True))
+    if pairs != [(2 * k, 2 * k + 1) for k in range(len(pairs))]:
+        odd = next(k for k, pair in enumerate(pairs) if pair != (2 * k, 2 * k + 1))
+        msg = f"a hybrid model whose layers are no pairs of attention and MLP: {attention[odd]} and {mlp[odd]} are"
+        raise UnsupportedError(f"{msg} attention and MLP number {odd}", hint="only models of such pairs are known")
     number = {old: k for order in (attention, mlp) for k, old in enumerate(order)}
     notes.append(f"{len(layers)} layers of a hybrid model are {len(attention)} pairs of attention and MLP")
     renamed: dict[str, TensorRef] = {}

@@ -29,8 +29,8 @@ from merge_stream.formats._deepspeed_local import plain_ref
 from merge_stream.formats._deepspeed_states import StatesFile
 from merge_stream.formats._megatron_classic import classic_tensors
 from merge_stream.formats._megatron_names import noise_of
-from merge_stream.formats._megatron_raw import Raw, arguments_of, facts_of
-from merge_stream.formats._megatron_tp import grouped_stack, join_parts
+from merge_stream.formats._megatron_raw import GATES, Raw, arguments_of, facts_of
+from merge_stream.formats._megatron_tp import grouped_stack, has_gates, join_parts
 from merge_stream.formats._stored_checksums import ZipRecords
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.ref import TensorRef
@@ -71,6 +71,8 @@ def read_ranks(tree: ByteTree, table: FileTable) -> Raw:
     _require_grid(grid, arguments, tree)
     raw.facts |= facts_of(arguments)
     raw.facts.setdefault("ranks", len(files))
+    if any(file.at[0] for file in files):
+        raw.facts[GATES] = {True: "yes", False: "no", None: "assumed"}[has_gates(arguments)]
     raw.metadata_nbytes = sum(file.nbytes for file in files)
     raw.checksums = (ZipRecords(tree, tuple(names)),)
     for name, tensor in _joined(grid, arguments, tree):

@@ -11,10 +11,12 @@ from merge_stream.containers.pickle_reader import Recorder
 from merge_stream.tensors.ref import TensorRef
 from merge_stream.tensors.stored_checksum import ChecksumReader
 
-__all__ = ["NORMS", "ROTARY", "Raw", "arguments_of", "facts_of", "settings_of"]
+__all__ = ["GATES", "NORMS", "ROTARY", "Raw", "arguments_of", "facts_of", "settings_of"]
 
 NORMS = "weights of norms"
 ROTARY = "rotary pairs"
+GATES = "gates in linear_fc1"
+"""Of files of several tensor-parallel ranks, which were joined by it: "yes", "no", or "assumed"."""
 _NO_ROTARY = frozenset({"learned_absolute", "none", "relative"})
 
 _ARGUMENTS = {

@@ -24,7 +24,7 @@ from merge_stream.tensors.box import Box
 from merge_stream.tensors.ref import ShardTable, TensorRef
 from merge_stream.tensors.tables import moved, rows_of, stacked
 
-__all__ = ["grouped_stack", "join_parts"]
+__all__ = ["grouped_stack", "has_gates", "join_parts"]
 
 _ROWS = re.compile(
     r".*(word_embeddings\.weight|output_layer\.(weight|bias)|linear_qkv\.(weight|bias)|linear_(q|q_up|kv_up)_proj\.(weight|bias)"
@@ -39,6 +39,7 @@ _WHOLE = re.compile(
 _HEAD_NORM = re.compile(r".*\.self_attention\.(?P<x>[qk])_layernorm\.(weight|bias)")
 _PACKED = re.compile(r".*\.self_attention\.(?P<what>in_proj|conv1d)\.(weight|bias)")
 _DOWN = re.compile(r".*linear_(?P<what>q|kv)_down_proj\.weight")
+_GATES = ("swiglu", "gated_linear_unit", "quick_geglu", "geglu")
 _MIXED = "files of two saves are mixed"
 
 
@@ -185,11 +186,17 @@ def _halves(name: str, parts: Sequence[TensorRef]) -> TensorRef:
     return TensorRef(name, first.dtype, (total, *first.shape[1:]), stacked(tables, len(first.shape)))
 
 
+def has_gates(arguments: Mapping[str, Any]) -> bool | None:
+    """Whether linear_fc1 is a gate and an up projection, by the arguments; None where they do not tell (verl)."""
+    told = [arguments[key] for key in _GATES if isinstance(arguments.get(key), bool)]
+    return any(told) if told else None
+
+
 def _is_gated(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, Any]) -> bool:
-    """Swiglu and its kind; without arguments (verl) every supported model is gated."""
-    for key in ("swiglu", "gated_linear_unit"):
-        if isinstance(arguments.get(key), bool):
-            return bool(arguments[key])
+    """By the arguments; without them it is assumed, and compared with the family later."""
+    told = has_gates(arguments)
+    if told is not None:
+        return told
     if any(part.shape[0] % 2 for part in parts):
         raise CorruptCheckpointError(f"{name} has an odd number of rows on a rank", hint=_MIXED)
     return True

@@ -41,6 +41,7 @@ class MegatronFamily:
 
     centred      canonical names of the norms whose weight w the repository means as 1 + w
     proof        the tests have merged what other programs made of the family (real saves, Megatron-Bridge, mbridge)
+    gated        its MLP has a gate: `linear_fc1` is two matrices
     neighbours   the repository turns rows 2k and 2k + 1 of a head together (rotary), not rows k and k + width / 2
     """
 
@@ -49,6 +50,7 @@ class MegatronFamily:
     rules: Callable[[ModelInfo], Rules]
     centred: str = ""
     neighbours: bool = False
+    gated: bool = True
     proof: bool = True
 
 

@@ -36,4 +36,4 @@ def _rules(model: ModelInfo) -> Rules:
     )
 
 
-MEMBER = MegatronTable("gpt2", (MegatronFamily("gpt2", frozenset({"gpt2"}), _rules),))
+MEMBER = MegatronTable("gpt2", (MegatronFamily("gpt2", frozenset({"gpt2"}), _rules, gated=False),))

@@ -34,4 +34,6 @@ def _rules(model: ModelInfo) -> Rules:
     )
 
 
-MEMBER = MegatronTable("gpt_neox", (MegatronFamily("gpt_neox", frozenset({"gpt_neox"}), _rules, proof=False),))
+MEMBER = MegatronTable(
+    "gpt_neox", (MegatronFamily("gpt_neox", frozenset({"gpt_neox"}), _rules, proof=False, gated=False),)
+)

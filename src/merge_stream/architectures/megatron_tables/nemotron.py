@@ -30,4 +30,6 @@ def _rules(model: ModelInfo) -> Rules:
     )
 
 
-MEMBER = MegatronTable("nemotron", (MegatronFamily("nemotron", frozenset({"nemotron"}), _rules, centred=".+"),))
+MEMBER = MegatronTable(
+    "nemotron", (MegatronFamily("nemotron", frozenset({"nemotron"}), _rules, centred=".+", gated=False),)
+)
