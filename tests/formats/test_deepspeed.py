@@ -315,3 +315,14 @@ def test_either_kind_of_weights_in_every_type(tmp_path: Path, run: torch.dtype, 
     held = torch.float32 if weights == "master" else run
     target = {"keep": held, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     assert_holds(tmp_path / "out", {n: t.to(held).to(target) for n, t in {**values, **frozen}.items()})
+
+
+@pytest.mark.parametrize("root", [None, "_forward_module.model", "model"])
+def test_names_of_lightning(tmp_path: Path, root: str | None) -> None:
+    """`X.ckpt/checkpoint`: the strategy wraps the LightningModule, which holds the model."""
+    held = {"model.embed_tokens.weight": numbered(5, 4), "model.norm.weight": numbered(4, first=30)}
+    held["lm_head.weight"] = numbered(5, 4, first=50)
+    run = ZeroRun([{f"_forward_module.model.{name}": t for name, t in held.items()}], stage=3, tag="checkpoint")
+    folder = write_zero(tmp_path / "epoch=1.ckpt", run)
+    merged(folder, tmp_path / "out", opening=OpenOptions(root=root))
+    assert_holds(tmp_path / "out", held)

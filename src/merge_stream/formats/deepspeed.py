@@ -30,6 +30,8 @@ from merge_stream.units import counted
 
 __all__ = ["MEMBER", "PIPELINE", "DeepSpeed"]
 
+_LIGHTNING = "_forward_module."
+
 PIPELINE = "deepspeed_pipeline"
 """The naming of a PipelineModule: `<layer>.<name>` and `tied_modules.<key>.<name>`."""
 
@@ -80,7 +82,7 @@ class DeepSpeed:
             raise UnsupportedError(
                 msg, hint="merge without --exclude-frozen, or with --weights master if it was not so"
             )
-        chosen = select_model({name: (name,) for name in model.tensors}, options.root, where)
+        chosen = select_model({name: (_unwrapped(name, options.root),) for name in model.tensors}, options.root, where)
         clean = clean_names(chosen.names.values(), where)
         tensors: dict[str, TensorRef] = {}
         twins: dict[str, TensorRef] = {}
@@ -117,6 +119,11 @@ class DeepSpeed:
             twins=twins,
             partial=f"--exclude-frozen leaves out {counted(left_out, 'frozen parameter')}" if left_out else "",
         )
+
+
+def _unwrapped(name: str, root: str | None) -> str:
+    """The name without what Lightning's DeepSpeedStrategy puts before it, unless the user names that."""
+    return name if (root or "").startswith(_LIGHTNING[:-1]) else name.removeprefix(_LIGHTNING)
 
 
 def _universal_has_no_module(files: DeepSpeedFiles) -> UnsupportedError:
