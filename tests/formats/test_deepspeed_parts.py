@@ -139,6 +139,14 @@ class TestLayersOfAPipeline:
         message = refusal(ckpt, tmp_path, IncompleteShardsError, weights=weights)
         assert "more than the layer files" in message
 
+    def test_a_matrix_is_missing_in_a_layer_file(self, tmp_path: Path) -> None:
+        """It is no further use of a tied layer, which another stage would have too."""
+        ckpt = copied("deepspeed/pp2_z0_w2", tmp_path)
+        changed(
+            next(ckpt.rglob("layer_02-model_states.pt")), lambda state: state.update({"self_attn.k_proj.weight": None})
+        )
+        assert "more than the layer files" in refusal(ckpt, tmp_path, IncompleteShardsError)
+
     def test_all_of_them_are_missing(self, tmp_path: Path) -> None:
         ckpt = removed(copied("deepspeed/pp2_z0_w2", tmp_path), "layer_*")
         assert "holds no layer files" in refusal(ckpt, tmp_path, IncompleteShardsError)

@@ -65,9 +65,11 @@ def require_layers(parts: Mapping[int, LocalModel], layers: Mapping[int, LocalMo
     ranks = len(layers)
     for rank, held in layers.items():
         stages = [state for mp, state in sorted(states.items()) if mp % ranks == rank]
-        left = Counter(shape for state in stages for shape in moment_shapes(state))
+        moments = [Counter(moment_shapes(state)) for state in stages]
+        left = sum(moments, Counter[Shape]())
         left -= Counter(ref.shape for ref in held.tensors.values())
-        if any(count >= len(stages) or len(shape) != 2 for shape, count in left.items()):
+        using = {shape: sum(shape in of_stage for of_stage in moments) for shape in left}
+        if any(count >= using[shape] or len(shape) != 2 for shape, count in left.items()):
             msg = (
                 f"{files.tree.label}: the optimizers have {left.total()} parameters more than the layer files, "
                 f"for example of shape {list(min(left))}"
