@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from merge_stream.encodings.base import Scheme, row_nbytes, scheme_named, scheme_that_wrote, schemes, weights_in
@@ -142,3 +144,42 @@ def test_the_weights_of_a_model_are_found_by_their_codes(scheme: Scheme) -> None
     parts = scheme.parts("model.layers.0.mlp.up_proj.weight", shape)
     others = {"model.norm.weight": parts[0].__class__("model.norm.weight", parts[-1].dtype, (384,))}
     assert weights_in(scheme, {p.name: p for p in parts} | others) == {"model.layers.0.mlp.up_proj.weight": shape}
+
+
+@ids
+@settings(max_examples=40, deadline=None)
+@given(
+    power=st.integers(-40, 40),
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.sampled_from([1, 2, 3, 127, 128, 130]),
+    groups=st.integers(1, 3),
+)
+def test_codes_do_not_depend_on_the_unit(scheme: Scheme, power: int, seed: int, rows: int, groups: int) -> None:
+    """A weight times a power of two has the same codes; what it stands for is the same times that power."""
+    values = np.random.default_rng(seed).standard_normal((rows, 128 * groups)).astype(np.float32)
+    if scheme.fits(values.shape):
+        values = np.resize(values, (128, 128 * groups))
+    values[rows // 2, ::3] = 0
+    moved = values * np.float32(2.0**power)
+    first, _ = encoded(scheme, values)
+    other, _ = encoded(scheme, moved)
+    codes = scheme.parts("w", values.shape)[0].name
+    assert first[codes] == other[codes]
+    assert np.array_equal(decoded(scheme, values, first) * np.float32(2.0**power), decoded(scheme, moved, other))
+
+
+@ids
+def test_no_value_is_further_from_its_code_than_half_a_step(scheme: Scheme) -> None:
+    """Each code is the nearest: no neighbour of a code in its region stands for something nearer."""
+    values = np.random.default_rng(7).standard_normal((128, 256)).astype(np.float32)
+    parts, _ = encoded(scheme, values)
+    found = decoded(scheme, values, parts)
+    there = np.abs(found - values)
+    side = {"fp8-block": 128, "int4": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(scheme.name, 256)
+    rows = 128 if scheme.name in {"fp8-block", "fp8"} else 1
+    for top in range(0, 128, rows):
+        for left in range(0, 256, side):
+            region = (slice(top, top + rows), slice(left, left + side))
+            levels = np.unique(np.concatenate([found[region].ravel(), -found[region].ravel()]))
+            nearest = np.abs(values[region].ravel()[:, None] - levels[None]).min(axis=1)
+            assert float((there[region].ravel() - nearest).max()) <= 1e-6 * np.abs(values[region]).max()
