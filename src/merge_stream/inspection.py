@@ -7,10 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from merge_stream.architectures.lora import is_adapter_alone
-from merge_stream.base_weights import fits_base
-from merge_stream.output.model_info import find_model_folder
-from merge_stream.storage.allowance import MetadataAllowance
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import counted, format_bytes
 
@@ -73,6 +69,11 @@ def base_facts(catalog: Catalog, base_model: str, *, max_mem: int) -> tuple[dict
 
     CheckpointError or HubError when it is none; CheckpointError when an adapter alone does not belong to it.
     """
+    from merge_stream.architectures.lora import is_adapter_alone
+    from merge_stream.base_weights import fits_base
+    from merge_stream.output.model_info import find_model_folder
+    from merge_stream.storage.allowance import MetadataAllowance
+
     folder = find_model_folder(catalog.config_dirs, base_model, write_config=True, allowance=MetadataAllowance(max_mem))
     tensors = folder.info.base_tensors
     held = counted(len(tensors), "tensor") if tensors else "no weights"
