@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from merge_stream.errors import IncompleteShardsError, MergeStreamError
 from merge_stream.options import OpenOptions
 from tests.cases.naive import NAMES_AS_THEY_ARE, assert_holds, merged, numbered
+from tests.formats.naive import DATA
 from tests.makers.zero_files import ZeroRun, write_zero
 
 ODD = {"model.a": numbered(5), "model.b": numbered(7, 3, first=50), "model.c": numbered(1, first=90)}
@@ -79,6 +82,24 @@ def test_case_098_frozen_ones_left_out_on_request(tmp_path: pathlib.Path, stage:
     report = merged(write_zero(tmp_path / "ckpt", run), tmp_path / "out", opening=OpenOptions(exclude_frozen=True))
     assert_holds(tmp_path / "out", ODD)
     assert report.ignored["frozen parameters (--exclude-frozen)"] == 1
+
+
+@pytest.mark.parametrize("weights", ["master", "module"])
+def test_case_100_expert_files(tmp_path: pathlib.Path, weights: str) -> None:
+    """Written by DeepSpeed's engine: 2 layers of 4 experts, 2 expert-parallel ranks; its own weights are the truth."""
+    case = DATA / "deepspeed" / "moe_z2_ep2_w4"
+    expected = load_file(case / ("expected" if weights == "master" else "expected_module") / "model.safetensors")
+    assert sum("deepspeed_experts" in name for name in expected) >= 8
+    merged(case / "ckpt", tmp_path / "out", opening=OpenOptions(weights=weights))
+    assert_holds(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("weights", ["master", "module"])
+def test_case_100_a_lost_expert_is_named(tmp_path: pathlib.Path, weights: str) -> None:
+    shutil.copytree(DATA / "deepspeed" / "moe_z2_ep2_w4" / "ckpt", tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "global_step2" / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(IncompleteShardsError, match="2"):
+        merged(tmp_path / "ckpt", tmp_path / "out", opening=OpenOptions(weights=weights))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
