@@ -33,6 +33,7 @@ LAYERS = (
         "cli_options",
         "console",
         "forecast",
+        "forecast_store",
         "inspection",
         "memory_files",
         "prediction",

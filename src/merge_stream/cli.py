@@ -171,6 +171,7 @@ def _upload(out: str, target: PushTarget, given: dict[str, Any]) -> Pushed:
 @opt.naming
 @opt.both
 @click.option("--restart", is_flag=True, help="Begin anew instead of continuing an interrupted run.")
+@click.option("--dry-run", is_flag=True, help="Tell what would be written, read and needed; write nothing.")
 @opt.output
 def stage(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     """Assemble the checkpoint CKPT in the new zarr store STORE, in its own element types.
@@ -182,11 +183,18 @@ def stage(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
         raise UsageError(msg, hint="merge-stream stage CKPT STORE; further folders of the same checkpoint: --input DIR")
     sources, store = [*paths[:-1], *given["inputs"]], paths[-1]
     options = opt.merge_options({**opt.NOT_FOR_STAGE, **given}, default_dtype="keep")
+    opening = opt.open_options(given)
     with running(given, options.max_mem) as (console, stop):
+        if given["dry_run"]:
+            from merge_stream.forecast_store import forecast_stage
+
+            told = forecast_stage(sources, store, options, opening=opening, observer=console, stop=stop)
+            show({**given, "quiet": False}, told.as_json(), told.lines())
+            return
         from merge_stream.through_store import stage as do_stage
 
-        with full_disk(store):
-            report = do_stage(sources, store, options, opening=opt.open_options(given), observer=console, stop=stop)
+        with full_disk(store, smaller=""):
+            report = do_stage(sources, store, options, opening=opening, observer=console, stop=stop)
     show(given, report.as_json(), [*(f"note: {n}" for n in report.notes), *report.lines()])
 
 
@@ -283,6 +291,7 @@ def inspect(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
 @click.option("--sha256", is_flag=True, help="Plan for a merge with --sha256.")
 @click.option("--overwrite", is_flag=True, help="Plan for a merge with --overwrite.")
 @click.option("--restart", is_flag=True, help="Plan for a merge with --restart.")
+@opt.staging
 @opt.output
 def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     """Do everything a merge does before its first byte; fails where the merge would fail."""
@@ -293,9 +302,11 @@ def plan(paths: tuple[str, ...], **given: Any) -> None:  # noqa: ANN401
     options = opt.merge_options(given, default_dtype="keep")
     with running(given, options.max_mem) as (console, stop):
         from merge_stream.forecast import forecast
+        from merge_stream.forecast_store import forecast_through_store
 
         out = paths[1] if len(paths) == 2 else None
-        result = forecast(sources, out, options, opening=opt.open_options(given), observer=console, stop=stop)
+        told = forecast_through_store if options.staging == "zarr" else forecast
+        result = told(sources, out, options, opening=opt.open_options(given), observer=console, stop=stop)
     show({**given, "quiet": False}, result.as_json(), result.lines())
 
 

@@ -94,13 +94,13 @@ def running(given: dict[str, Any], allowed: int) -> Iterator[tuple[Console, Stop
 
 
 @contextmanager
-def full_disk(out: str) -> Iterator[None]:
-    """Tell that the disk of OUT is full, or a limit is met, as what it is."""
+def full_disk(out: str, *, smaller: str = ", or lower --max-shard-size") -> Iterator[None]:
+    """Tell that the disk of `out` is full, or a limit is met, as what it is; `smaller` is how files become so."""
     hints = {
         errno.ENOSPC: "free some space; the same command continues where it stopped",
         errno.EDQUOT: "the quota is used up: free some of it; the same command continues where it stopped",
-        errno.EFBIG: "raise the limit of file sizes (`ulimit -f`), choose a file system that allows larger files, or "
-        "lower --max-shard-size; with the limit raised, the same command continues where it stopped",
+        errno.EFBIG: "raise the limit of file sizes (`ulimit -f`), or choose a file system that allows larger files"
+        f"{smaller}; with the limit raised, the same command continues where it stopped",
     }
     try:
         yield

@@ -23,22 +23,60 @@ from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.output.hugging_face import beside_the_weights
 from merge_stream.output.place import OutputPlace, choose_place, interrupted_commit
 from merge_stream.planning.plan import Plan
-from merge_stream.preflight import preflight
+from merge_stream.preflight import free_inodes, needs_of, preflight, writes_of
 from merge_stream.report import names_told
 from merge_stream.storage.local import LocalSource
 from merge_stream.units import counted, format_bytes, format_duration
 
-__all__ = ["Forecast", "forecast"]
+__all__ = ["Disk", "Forecast", "StoreForecast", "begun", "disk_of", "forecast", "forecast_of", "refuse_busy"]
 
 _SAMPLE_BYTES = 32 << 20
 _SAMPLE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Room on a disk: free bytes and free inodes (None where it has no limit of them)."""
+
+    free: int
+    inodes_free: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreForecast:
+    """The store that a run would make, or use: all its bytes and files, and the inodes that are still to be made.
+
+    `path` is "" as long as no folder is given; `kept` tells that it stays; `resumed_nbytes` are there already.
+    """
+
+    path: str
+    state: str
+    kept: bool
+    nbytes: int
+    files: int
+    inodes: int
+    resumed_nbytes: int
+    disk_free: int
+    inodes_free: int | None
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        where = f"  store       {self.state}" if self.state else "  store       in the partial folder of OUT"
+        room = "" if self.inodes_free is None else f" of {self.inodes_free:,} that its disk has left"
+        return [
+            where if self.kept else f"{where}; removed when OUT is there",
+            f"              {format_bytes(self.nbytes)} in {counted(self.files, 'file')}, {self.inodes:,} inodes{room}",
+            f"              {format_bytes(self.disk_free)} free there",
+        ]
 
 
 @dataclass(slots=True)
 class Forecast:
     """What a merge would do: sizes in bytes; `seconds` is a rough estimate from a short read of the source.
 
-    `out_state` tells in words what becomes of OUT ("" when none was given); `resumed_nbytes`
+    `inodes` are those that are made where OUT goes, of `inodes_free` (None: no limit); `store` is there when
+    one is made: `output_files` are the model's all the same, and none for `stage`. `out_state` tells in words what
+    becomes of OUT ("" when none was given); `resumed_nbytes`
     are those that an interrupted run had finished; `side_files` maps names to whose they are.
     """
 
@@ -53,6 +91,8 @@ class Forecast:
     read_nbytes: int
     write_nbytes: int
     disk_free: int
+    inodes: int
+    inodes_free: int | None
     peak_memory: int
     allowed_memory: int
     memory_bound: str
@@ -67,6 +107,7 @@ class Forecast:
     notes: Sequence[str]
     source_checksums: Mapping[str, int] | None = None
     checked: Sequence[str] = ()
+    store: StoreForecast | None = None
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -81,7 +122,8 @@ class Forecast:
             f"  writes      {format_bytes(self.write_nbytes)}, {counted(self.tensors, 'tensor')}, {files}",
             *(f"              {name}  {format_bytes(size)}" for name, size in list(self.output_files.items())[:10]),
             *([f"              and {len(self.output_files) - 10} more"] if len(self.output_files) > 10 else []),
-            f"  disk        {format_bytes(self.disk_free)} free where OUT goes",
+            *(self.store.lines() if self.store is not None else []),
+            *self._disk_lines(),
             f"  side files  {', '.join(self.side_files) or 'none'}",
             f"  reads       {format_bytes(self.read_nbytes)}",
             (
@@ -99,6 +141,12 @@ class Forecast:
         text += [f"  warning: {w}" for w in self.warnings] + [f"  note: {n}" for n in self.notes]
         return text
 
+    def _disk_lines(self) -> list[str]:
+        if not self.output_files:
+            return []
+        room = "" if self.inodes_free is None else f", {self.inodes_free:,} inodes ({self.inodes:,} are made)"
+        return [f"  disk        {format_bytes(self.disk_free)} free where OUT goes{room}"]
+
 
 def forecast(
     paths: Sequence[str],
@@ -109,7 +157,7 @@ def forecast(
     observer: Observer,
     stop: StopFlag,
 ) -> Forecast:
-    """Everything a merge does before its first byte; raises where the merge would."""
+    """Everything a direct merge does before its first byte; raises where the merge would."""
     moved_only = interrupted_commit(out) if out is not None else None
     place = None
     if out is not None and moved_only is None:
@@ -120,31 +168,47 @@ def forecast(
     plan = job.plan
     state, done = "", 0
     if place is not None:
-        _refuse_busy(place)
-        state, done = _begun(place, plan, options)
+        refuse_busy(place)
+        state, done = begun(place, plan, options)
         preflight(job, place)
         job.warnings += remarks_on_memory_files(place, plan, job.memory)
     elif moved_only is not None:
         state = "an interrupted run had finished this model: a merge only moves it into place"
         if moved_only != plan.fingerprint:
             state = "an interrupted run had finished another model: a merge moves that into place, and finds OUT taken"
-    target = os.path.abspath(out) if out is not None else os.getcwd()
-    while not os.path.exists(target):
-        target = os.path.dirname(target)
     moved = plan.read_nbytes * (2 if options.verify else 1) + plan.write_nbytes - 2 * done + plan.probe_nbytes
     moved += plan.write_nbytes if options.sha256 else 0
+    told = forecast_of(job, plan, disk_of(out or os.getcwd()), place, moved=moved)
+    told.out_state, told.resumed_nbytes = state, done
+    return told
+
+
+def disk_of(path: str) -> Disk:
+    """Room where `path` is or will be."""
+    folder = os.path.abspath(path)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return Disk(shutil.disk_usage(folder).free, free_inodes(folder))
+
+
+def forecast_of(job: Job, plan: Plan, disk: Disk, place: OutputPlace | None, *, moved: int) -> Forecast:
+    """The forecast of a model `plan`, for which `moved` bytes are read and written."""
+    writes = writes_of(plan, job.folder, job.memory.segment, sparse=job.options.sparse)
+    there = place or OutputPlace(os.path.abspath("OUT"), os.path.abspath("OUT.partial"), inside=False, replaces=False)
     return Forecast(
-        root=catalog.root,
-        format=catalog.format,
+        root=job.catalog.root,
+        format=job.catalog.format,
         architecture=job.named.mapping.architecture,
         tensors=len(plan.parameters),
         output_files={o.name: o.nbytes for o in plan.outputs},
         side_files=beside_the_weights(plan, job.folder, job.named.adapter_config, card_facts(job)),
-        out_state=state,
-        resumed_nbytes=done,
+        out_state="",
+        resumed_nbytes=0,
         read_nbytes=plan.read_nbytes + plan.probe_nbytes,
         write_nbytes=plan.write_nbytes + job.folder.side_files.nbytes,
-        disk_free=shutil.disk_usage(target).free,
+        disk_free=disk.free,
+        inodes=needs_of(there, writes).inodes,
+        inodes_free=disk.inodes_free,
         peak_memory=job.memory.projected,
         allowed_memory=job.memory.allowed,
         memory_bound=job.memory.bound,
@@ -152,9 +216,9 @@ def forecast(
         segment_nbytes=job.memory.segment,
         seconds=max(moved, 0) / _read_rate(job),
         fingerprint=plan.fingerprint,
-        coverage=f"shards tile {counted(len(catalog.tensors), 'source tensor')} exactly, and these every output",
+        coverage=f"shards tile {counted(len(job.catalog.tensors), 'source tensor')} exactly, and these every output",
         dropped=plan.dropped,
-        ignored=dict(catalog.ignored),
+        ignored=dict(job.catalog.ignored),
         warnings=job.warnings,
         notes=plan.notes,
         source_checksums=job.checksums.as_json() if job.checksums is not None else None,
@@ -166,7 +230,7 @@ def _roughly(seconds: float) -> str:
     return f"about {format_duration(seconds)}" if seconds >= 1 else "under a second"
 
 
-def _refuse_busy(place: OutputPlace) -> None:
+def refuse_busy(place: OutputPlace) -> None:
     """OutputBusyError when another run holds the partial folder, as a merge would raise."""
     try:
         fd = os.open(os.path.join(place.work, "lock"), os.O_RDONLY | os.O_CLOEXEC)
@@ -176,12 +240,12 @@ def _refuse_busy(place: OutputPlace) -> None:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError as error:
         msg = f"another merge-stream writes {place.work} right now"
-        raise OutputBusyError(msg, hint="wait for it to end, or choose another OUT") from error
+        raise OutputBusyError(msg, hint="wait for it to end, or choose another folder") from error
     finally:
         os.close(fd)
 
 
-def _begun(place: OutputPlace, plan: Plan, options: MergeOptions) -> tuple[str, int]:
+def begun(place: OutputPlace, plan: Plan, options: MergeOptions) -> tuple[str, int]:
     """(what becomes of OUT, bytes that an interrupted run had finished); PlanMismatchError as a merge raises it."""
     swap = f"{place.out} is replaced once the new model is whole"
     fresh = swap if place.replaces else f"{place.out} is made"

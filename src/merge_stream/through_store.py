@@ -39,12 +39,22 @@ from merge_stream.output.place import (
     interrupted_identity,
 )
 from merge_stream.output.store_folder import fingerprint_of_store, finish_store, staged_facts
+from merge_stream.planning.plan import Plan
 from merge_stream.planning.store_layout import STORE_IDENTITY
 from merge_stream.preflight import Target, check_together, writes_of
 from merge_stream.report import Report
 from merge_stream.store_job import Checkpoint, inputs_of, model_of_store, plan_store
 
-__all__ = ["finalize_store", "merge_through_store", "stage", "targets_of"]
+__all__ = [
+    "finalize_store",
+    "is_that_model",
+    "merge_through_store",
+    "other_store",
+    "refuse_other_run",
+    "second_options",
+    "stage",
+    "targets_of",
+]
 
 
 def stage(
@@ -108,7 +118,7 @@ def merge_through_store(
     kind = KEPT_STORE if options.keep_store else INNER_STORE
     job = job or plan_store(checkpoint, options, opening, observer, stop)
     if fingerprint_of_store(store) != job.plan.fingerprint:
-        _refuse_other_run(place, options)
+        refuse_other_run(place, options)
     check_together(targets_of(job, place, store, kind, given, options))
     lock = locked(place.work)
     try:
@@ -118,15 +128,7 @@ def merge_through_store(
         first = _stage(job, store, given, observer, stop, kind)
     finally:
         os.close(lock)
-    second = finalize_store(
-        store,
-        out,
-        replace(
-            options, base_model=None, lora=LoraChoice(), check_crc=False, check_replicas=False, materialize_tied=False
-        ),
-        observer=observer,
-        stop=stop,
-    )
+    second = finalize_store(store, out, second_options(options), observer=observer, stop=stop)
     second.format = first.format
     second.read_nbytes += first.read_nbytes
     second.written_nbytes += first.written_nbytes
@@ -150,7 +152,10 @@ def targets_of(  # noqa: PLR0917 - the facts of one merge
     targets = [
         Target(place, writes_of(model_of_store(job, options), job.folder, job.memory.segment, sparse=options.sparse))
     ]
-    if fingerprint_of_store(store) != job.plan.fingerprint:
+    before = "" if options.restart and kind is INNER_STORE else fingerprint_of_store(store)
+    if before not in {"", job.plan.fingerprint}:
+        raise other_store(store, kind)
+    if not before and not fingerprint_of_store(store):
         at = choose_place(store, overwrite=False, inputs=given, kind=kind)
         targets.insert(0, Target(at, writes_of(job.plan, job.folder, job.memory.segment)))
     return targets
@@ -164,10 +169,7 @@ def _stage(  # noqa: PLR0917 - the facts of one run
         observer(Noted(f"{store} holds this checkpoint already"))
         return _report(job, store, None)
     if before:
-        msg = f"{store} is the store of another checkpoint, or of this one staged with other options"
-        way = f"choose another {kind.word}, or remove that one yourself"
-        way = "give the same options to continue it, or --restart to begin anew" if kind is INNER_STORE else way
-        raise OutputExistsError(msg, hint=way)
+        raise other_store(store, kind)
     choose_place(store, overwrite=False, inputs=given, kind=kind)
     staged = execute(job, store, inputs=given, observer=observer, stop=stop, area=ZarrStaging, kind=kind)
     staging = staged.staging
@@ -246,16 +248,36 @@ def _committed_before(
     The store may be gone with that run, so the model is known by what was staged and by its own files.
     """
     model = model_of_store(job, options)
-    told = {**{name: model.identity[name] for name in _OF_MODEL}, STORE_IDENTITY: job.plan.fingerprint}
-    if any(identity.get(name) != value for name, value in told.items()):
+    if not is_that_model(identity, job, model):
         return None
     return report_of_moved(job, replace(model, identity=identity), out, left)
+
+
+def is_that_model(identity: Mapping[str, str], job: Job, model: Plan) -> bool:
+    """True when `identity` is that of `model`, made from the store of `job`."""
+    told = {**{name: model.identity[name] for name in _OF_MODEL}, STORE_IDENTITY: job.plan.fingerprint}
+    return all(identity.get(name) == value for name, value in told.items())
 
 
 _OF_MODEL = ("--dtype", "--max-shard-size", "output files (names, tensors, types, offsets)")
 
 
-def _refuse_other_run(place: OutputPlace, options: MergeOptions) -> None:
+def other_store(store: str, kind: OutputKind) -> OutputExistsError:
+    """The error for a store that holds something else; a store is never replaced."""
+    msg = f"{store} is the store of another checkpoint, or of this one staged with other options"
+    if kind is INNER_STORE:
+        return OutputExistsError(msg, hint="give the same options to continue it, or --restart to begin anew")
+    return OutputExistsError(msg, hint=f"choose another {kind.word}, or remove that one yourself")
+
+
+def second_options(options: MergeOptions) -> MergeOptions:
+    """What is left to decide once the store is there."""
+    return replace(
+        options, base_model=None, lora=LoraChoice(), check_crc=False, check_replicas=False, materialize_tied=False
+    )
+
+
+def refuse_other_run(place: OutputPlace, options: MergeOptions) -> None:
     """PlanMismatchError, before anything is staged, when the partial folder of OUT belongs to another merge."""
     if os.path.lexists(os.path.join(place.work, "plan.json")) and not options.restart:
         msg = f"{place.work} belongs to another run: it was begun without this store"

@@ -168,3 +168,73 @@ def test_masters_of_a_16_bit_model_stay_masters_in_a_store(name: str, tmp_path: 
         assert contents(staged) == contents(direct)
         kinds |= {tensor.dtype for tensor in load_file(direct / "model.safetensors").values()}
     assert kinds == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.slow
+class TestForecasts:
+    """What is told beforehand is what is then there."""
+
+    def test_a_dry_run_of_stage_counts_every_file(self, ranks: pathlib.Path, tmp_path: pathlib.Path) -> None:
+        told = tool("stage", ranks, tmp_path / "store", "--dry-run", "--json").json
+        assert sorted(os.listdir(tmp_path)) == []
+        assert tool("stage", ranks, tmp_path / "store", "-q").code == 0
+        made = list((tmp_path / "store").rglob("*"))
+        files = [path for path in made if path.is_file()]
+        assert told["store"]["files"] == len(files)
+        assert len(made) <= told["store"]["inodes"] <= len(made) + 12
+        assert 0 <= told["store"]["nbytes"] - sum(path.stat().st_size for path in files) < 200_000
+        assert told["output_files"] == {}
+        lines = tool("stage", ranks, tmp_path / "other", "--dry-run").out
+        assert f"{tmp_path / 'other'} is made" in lines
+        assert f"{len(files)} files" in lines
+        again = tool("stage", ranks, tmp_path / "store", "--dry-run", "--json").json["store"]
+        assert "holds this checkpoint already" in again["state"]
+        assert again["inodes"] == 0
+
+    @pytest.mark.parametrize("keep", [False, True])
+    def test_a_plan_through_a_store_tells_both(self, ranks: pathlib.Path, tmp_path: pathlib.Path, keep: bool) -> None:
+        words = ["--staging", "zarr", "--dtype", "bf16", "--max-shard-size", "20KB"]
+        words += ["--keep-store", str(tmp_path / "store")] if keep else []
+        told = tool("plan", ranks, tmp_path / "out", *words, "--json").json
+        assert os.listdir(tmp_path) == []
+        assert tool("plan", ranks, *words, "--json").json["store"]["nbytes"] == told["store"]["nbytes"]
+        lines = tool("plan", ranks, tmp_path / "out", *words).out
+        assert ("removed when OUT is there" in lines) != keep
+        report = tool("merge", ranks, tmp_path / "out", *words, "--json").json
+        assert report["ok"]
+        sizes = {name: (tmp_path / "out" / name).stat().st_size for name in report["files"]}
+        assert told["output_files"] == sizes
+        assert set(told["side_files"]) == set(report["side_files"])
+        assert told["read_nbytes"] >= report["read_nbytes"]
+        made = len(os.listdir(tmp_path / "out"))
+        assert made <= told["inodes"] <= made + 12
+        if keep:
+            again = tool("plan", ranks, tmp_path / "again", *words)
+            assert "holds this checkpoint already" in again.out
+            assert sorted(os.listdir(tmp_path)) == ["out", "store"]
+
+    def test_errors_name_the_store(self, ranks: pathlib.Path, llama: pathlib.Path, tmp_path: pathlib.Path) -> None:
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "thesis.tex").touch()
+        for words in (["--dry-run"], []):
+            tool("stage", ranks, tmp_path / "full", *words).refused(1, "thesis.tex", "choose another STORE")
+        (tmp_path / "file").touch()
+        tool("stage", ranks, tmp_path / "file" / "store").refused(1, "choose another STORE")
+        assert tool("stage", llama, tmp_path / "store", "-q").code == 0
+        for command in ("plan", "merge"):
+            given = ("--staging", "zarr", "--keep-store", tmp_path / "store")
+            tool(command, ranks, tmp_path / "out", *given).refused(
+                1, "another checkpoint", "choose another --keep-store"
+            )
+
+    def test_another_run_of_out_is_told_before_anything_is_staged(
+        self, ranks: pathlib.Path, tmp_path: pathlib.Path
+    ) -> None:
+        work = tmp_path / "out.partial"
+        work.mkdir()
+        (work / "plan.json").write_text('{"fingerprint": "", "identity": {}}')
+        for command in ("plan", "merge"):
+            tool(command, ranks, tmp_path / "out", "--staging", "zarr").refused(1, "without this store", "--restart")
+        assert os.listdir(work) == ["plan.json"]
+        assert "thrown away" in tool("plan", ranks, tmp_path / "out", "--staging", "zarr", "--restart").out
+        assert tool("merge", ranks, tmp_path / "out", "--staging", "zarr", "--restart", "-q").code == 0

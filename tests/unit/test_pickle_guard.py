@@ -54,6 +54,12 @@ NESTED_TUPLES = b"K\x01" + b"\x85" * 200_000
 MAGIC_LIKE = b"\x8a\x0a" + b"\x01" * 10
 
 BOMBS = {
+    "steps that build nothing: POP": b"\x80\x04" + b"N0" * 4_000_000 + b"N.",
+    "steps that build nothing: PROTO": b"\x80\x04" * 4_000_000 + b"N.",
+    "steps that build nothing: DUP": b"\x80\x04N" + b"20" * 3_000_000 + b".",
+    "steps that build nothing: memo": b"\x80\x04N" + b"q\x00" * 4_000_000 + b".",
+    "steps that build nothing: BUILD": b"\x80\x04ccollections\nOrderedDict\n)Rq\x00" + b"h\x00b" * 3_000_000 + b".",
+    "steps that build nothing: frames": b"\x80\x04" + b"\x95" + bytes(8) + (b"\x95" + bytes(8)) * 2_200_000 + b"N.",
     "memo index 2**31": b"\x80\x02}r" + long4(1 << 31) + b".",
     "memo index a little too high": b"\x80\x02Nr" + long4(1000) + b".",
     "bytearray of 2**60 bytes": b"\x80\x05\x96" + struct.pack("<Q", 1 << 60) + b"abc.",

@@ -22,7 +22,10 @@ Threats to CPython's C unpickler (3.11 to 3.14), and what ends them here:
    Tuples of ints as dict keys or set members can be made to collide at will. -> for keys that are
    tuples, (number of keys) * (sum of weights) may not exceed 1e8, which bounds the steps even if
    all of them collide. Lists, dicts and recorders weigh 1: they do not hash, or hash by identity.
-5. Absurd depth of the stack, EXT opcodes (code registry), out-of-band buffers, protocol 0
+5. Steps that build nothing, in any number (POP, DUP, PROTO, FRAME, a memo index that is stored anew, BUILD
+   without an object): they cost time and no memory. -> at most 200,000, where torch needs hardly any, and
+   BUILD at most once for each object. All other steps are bounded by the memory that they are charged with.
+6. Absurd depth of the stack, EXT opcodes (code registry), out-of-band buffers, protocol 0
    opcodes other than GLOBAL: never written by torch.save or DCP, refused.
 
 Strings hash with a secret of the process and cannot be made to collide. Deep nesting of lists,
@@ -49,6 +52,8 @@ __all__ = ["check_pickle"]
 _U32 = struct.Struct("<I").unpack_from
 _MOST_STACK = 4_000_000
 _MOST_MARKS = 100_000
+_MOST_IDLE = 200_000
+"""Steps that build nothing, up to a microsecond each; torch's pickles have one PROTO, and a FRAME for each 64 kB."""
 _MOST_TUPLE = 1e6
 _MOST_KEY_COST = 1e8
 _LONGEST_NAME = 1024
@@ -104,12 +109,15 @@ def _scan(source: PickleSource, start: int, where: str) -> int:
     marks: list[int] = []
     keys = _Keys(where)
     extra = _Extra(where)
+    made = built = 0
     i = start
     while True:
         if i >= stop:
             raise IndexError
         if i > start:
             source.passed(start, i, extra.nbytes)
+        if extra.idle + max(built - made, 0) > _MOST_IDLE:
+            raise _unsafe(where, i, f"has more than {_MOST_IDLE} steps that build nothing")
         if len(stack) > _MOST_STACK:
             raise _unsafe(where, i, f"has a stack of more than {_MOST_STACK} values")
         safe = source.window(i)
@@ -139,6 +147,7 @@ def _scan(source: PickleSource, start: int, where: str) -> int:
                 weight = pop()
                 stack[-1] = weight
                 i += 1
+                made += 1
                 if weight > COPIED_WEIGHT:
                     extra.nbytes += int(8 * weight)
             elif op == 0x85:  # TUPLE1
@@ -166,6 +175,7 @@ def _scan(source: PickleSource, start: int, where: str) -> int:
             elif op == 0x62:  # b BUILD
                 pop()
                 i += 1
+                built += 1
             elif op == 0x71:  # q BINPUT
                 index = data[i + 1]
                 if index == len(memo):
@@ -240,10 +250,12 @@ def _scan(source: PickleSource, start: int, where: str) -> int:
             elif op == 0x80:  # PROTO
                 if data[i + 1] > 5:
                     raise _broken(where, i, f"pickle protocol {data[i + 1]} does not exist", truncated=False)
+                extra.idle += 1
                 i += 2
             elif op == 0x95:  # FRAME
                 if i + 9 + int.from_bytes(data[i + 1 : i + 9], "little") > stop:
                     raise _broken(where, i, "a frame is longer than the data", truncated=True)
+                extra.idle += 1
                 i += 9
             else:
                 i = _rare(data, i, stack, marks, keys, extra)
@@ -254,6 +266,7 @@ def _rare(  # noqa: PLR0917 - the state of the scan
 ) -> int:
     """The opcodes that honest files hardly contain."""
     op = data[i]
+    extra.idle += 1
     if op == 0x32:  # 2 DUP
         stack.append(stack[-1])
     elif op == 0x30:  # 0 POP: takes the mark when nothing lies above it
@@ -301,13 +314,14 @@ def _rare(  # noqa: PLR0917 - the state of the scan
 
 
 class _Extra:
-    """Memory that only this scan can count: copies, classes, sets, gaps in the memo."""
+    """Memory that only this scan can count: copies, classes, sets, gaps in the memo; and `idle` steps."""
 
     def __init__(self, where: str) -> None:
         self.where = where
         self.nbytes = 0
         self.items = 0
         self.gaps = 0
+        self.idle = 0
         self._names = 0
 
     def named(self) -> None:
@@ -324,6 +338,7 @@ class _Extra:
         have = len(memo)
         if index < have:
             self.gaps -= memo[index] is None
+            self.idle += 1
             memo[index] = weight
             return
         memo.extend([None] * (index - have))  # type: ignore[list-item]
