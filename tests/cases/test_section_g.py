@@ -330,6 +330,29 @@ def test_case_083_experts_over_expert_and_expert_tensor_ranks(
     assert_holds(tmp_path / "out", tensors)
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["arguments", "none"])
+def test_case_083_three_numbers_are_tensor_pipeline_and_expert_rank(tmp_path: pathlib.Path, told: bool) -> None:
+    """mp_rank_TT_PPP_EEE of TP 2, PP 2, EP 2, ETP 1: on each stage a diagonal of the grid."""
+    of = Llama(**MIXTURE)
+    tensors, whole, experts = mixture(of)
+    states: dict[tuple[int, ...], Tensors] = {}
+    for rank in (0, 1):
+        parts = {name: tensor_part(name, value, rank, 2) for name, value in whole.items()}
+        ends = {"decoder.final_layernorm.weight", "output_layer.weight"}
+        states[rank, 1, rank] = {name: parts.pop(name) for name in ends}
+        for k in (0, 1):
+            for n, value in enumerate(experts[2 * rank + k]):
+                parts[f"decoder.layers.0.mlp.experts.linear_fc{n + 1}.weight{k}"] = value
+        states[rank, 0, rank] = parts
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    sizes |= {"expert_tensor_parallel_size": 1, "num_experts": 4}
+    write_ranks(tmp_path, states, arguments(of, **sizes) if told else {}, of.config)
+    assert (tmp_path / "ckpt" / "iter_0000100" / "mp_rank_01_000_001").is_dir()
+    report = merged(tmp_path, check_replicas=True)
+    assert not report.warnings
+    assert_holds(tmp_path / "out", tensors)
+
+
 def test_case_083_a_part_of_the_grid_that_is_missing(tmp_path: pathlib.Path) -> None:
     """Of TP 4, EP 2, ETP 2 (four files), one is lost: no other file holds that half of those experts."""
     of = Llama(**MIXTURE)

@@ -90,6 +90,33 @@ def test_a_distributed_checkpoint_is_the_model_again(path: pathlib.Path, tmp_pat
     assert_holds(tmp_path / "out", wanted)
 
 
+def stacked_layers(state: Tensors) -> Tensors:
+    """The homogeneous form of a distributed checkpoint: one key for all layers, which are the leading dim."""
+    made: Tensors = {}
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in state.items():
+        match = re.fullmatch(r"((?:\w+_model\.)?decoder\.layers)\.(\d+)\.(.+)", name)
+        if match:
+            stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        else:
+            made[name] = tensor
+    return made | {name: torch.stack([parts[k] for k in sorted(parts)]) for name, parts in stacks.items()}
+
+
+MIXED = ("deepseek", "kimi", "glm4_moe", "qwen3_next")
+"""Families whose layers are not all alike: those have a key for each layer."""
+
+
+@pytest.mark.parametrize("path", [p for p in MADE if not p.stem.startswith(MIXED)], ids=lambda path: path.stem)
+def test_stacks_of_layers_are_the_model_again(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    config, wanted, megatron, _ = opened(path)
+    state = stacked_layers(distributed(megatron, config))
+    assert not any(re.match(r"(\w+_model\.)?decoder\.layers\.\d", name) for name in state)
+    write_dist(tmp_path, state, config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", wanted)
+
+
 def rank_part(name: str, tensor: torch.Tensor, rank: int, config: dict[str, Any]) -> torch.Tensor:
     """What one of two tensor-parallel ranks holds, with Transformer Engine."""
     if re.search(r"gate_weight|expert_bias|_down_proj\.weight|patch_embed|pos_embed|^visual\.", name):
