@@ -243,9 +243,10 @@ def test_a_side_file_that_cannot_be_read_is_told_before_the_weights_are_written(
         pytest.skip("root ignores file modes, and setpriv is not here")
     program = (
         "from types import SimpleNamespace as S; from merge_stream import preflight as p\n"
-        "p.check_target = p.writes_of = lambda *_: None\n"
+        "p.check_target = p.writes_of = lambda *_, **__: None\n"
         f"side = S(path={str(unreadable)!r})\n"
         "job = S(plan=None, folder=S(side_files=S(files=[side])), memory=S(workers=1, segment=1))\n"
+        "job.options = S(sparse=False)\n"
         "try: p.preflight(job, S(kind=S(word='OUT')))\n"
         "except p.MergeStreamError as error: print(error)\n"
     )
