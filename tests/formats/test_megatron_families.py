@@ -107,6 +107,7 @@ MIXED = ("deepseek", "kimi", "glm4_moe", "qwen3_next")
 """Families whose layers are not all alike: those have a key for each layer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in MADE if not p.stem.startswith(MIXED)], ids=lambda path: path.stem)
 def test_stacks_of_layers_are_the_model_again(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     config, wanted, megatron, _ = opened(path)
@@ -169,6 +170,7 @@ def test_files_of_two_tensor_ranks_are_the_model_again(path: pathlib.Path, tmp_p
     assert_holds(tmp_path / "out", wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in MADE if json.loads(p.read_text())["also"]], ids=lambda path: path.stem)
 def test_further_names_of_the_table_mean_the_same(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """The last name that Megatron-Bridge accepts for each tensor: local norms, sequential experts, MTP's old name."""

@@ -221,6 +221,26 @@ def test_nemo_folder(tmp_path: pathlib.Path, given: str) -> None:
     assert_holds(tmp_path / "out", llama(of))
 
 
+@pytest.mark.parametrize("tracker", [True, False])
+def test_run_of_megatron_bridge(tmp_path: pathlib.Path, tracker: bool) -> None:
+    """What stands beside the weights (train state, run_config.yaml, tokenizer, optimizer state) is left alone."""
+    of = Llama()
+    state = fused(llama(of), of)
+    moments = {f"optimizer.state.exp_avg.{name}": tensor + 1 for name, tensor in state.items()}
+    write_dist(tmp_path, state | moments, of.config)
+    step = tmp_path / "ckpt" / "iter_0000100"
+    for name in ("train_state.pt", "../latest_train_state.pt", "dataloader_state.pt"):
+        torch.save({"step": torch.tensor(100)}, step / name)
+    (step / "run_config.yaml").write_text("model:\n  layernorm_zero_centered_gamma: false\n  num_layers: 1\n")
+    (step / "tokenizer").mkdir()
+    (step / "tokenizer" / "tokenizer.json").write_text("{}")
+    if not tracker:
+        (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").unlink()
+    report = merged(tmp_path)
+    assert report.ignored["optimizer state"] == len(moments)
+    assert_holds(tmp_path / "out", llama(of))
+
+
 # ------------------------------------------------------------------------------- adapters of Megatron-Bridge
 
 
