@@ -99,6 +99,27 @@ def test_names_that_the_base_lacks_are_refused(tmp_path: pathlib.Path) -> None:
         merged(tmp_path)
 
 
+@pytest.mark.parametrize(("family", "method"), [("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8")])
+def test_a_quantized_base_model_has_the_names_but_not_the_form(
+    family: str, method: str, tmp_path: pathlib.Path
+) -> None:
+    """What was trained is plain: the names are the base's without its packing, and config.json says nothing of it."""
+    config, wanted, megatron, _ = opened(DATA / "megatron_bridges" / f"{family}.megatron-bridge.json")
+    write_dist(tmp_path, distributed(megatron, config), config | {"quantization_config": {"quant_method": method}})
+    base: Tensors = {}
+    for name, tensor in wanted.items():
+        if family == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            base |= {f"{name}_{x}": torch.zeros(4, 2, 1, 16, dtype=torch.uint8) for x in ("blocks", "scales")}
+        elif family == "deepseek_v3" and "_proj.weight" in name:
+            base |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+        else:
+            base[name] = tensor
+    base_weights(tmp_path, base)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", wanted)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
 # ------------------------------------------------------------------------------- fp32 masters
 
 
