@@ -128,3 +128,11 @@ def test_a_cut_file_is_truncated() -> None:
 def test_two_names_that_differ_by_wrappers_only_are_refused() -> None:
     files = {"model.safetensors": weights("_orig_mod.a", "a")}
     refusal(files, CorruptCheckpointError, "_orig_mod.a")
+
+
+@pytest.mark.parametrize("name", ["lora_adapter/adapter_model.safetensors", "adapter_model.safetensors"])
+def test_an_adapter_beside_the_model_is_never_left_out_without_a_word(name: str) -> None:
+    catalog = MEMBER.open(MemoryTree({**good(), name: weights("x.lora_A.weight")}, "ckpt"), OPTIONS)
+    assert set(catalog.tensors) == {"a", "b"}
+    assert any(f"the adapter {name} is not taken" in note for note in catalog.notes)
+    assert MEMBER.open(MemoryTree(good(), "ckpt"), OPTIONS).notes == ()

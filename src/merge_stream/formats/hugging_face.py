@@ -21,6 +21,9 @@ from merge_stream.units import counted
 __all__ = ["MEMBER", "HuggingFace"]
 
 
+_ADAPTERS = frozenset({"adapter_model.safetensors", "lora_adapter/adapter_model.safetensors"})
+
+
 class HuggingFace:
     """`model*.safetensors` in a folder."""
 
@@ -63,10 +66,22 @@ class HuggingFace:
             tensors=tensors,
             files=table.files,
             facts={"files": len(names), "index": chosen.index or "none", "variant": variant or "none"},
-            notes=(f"other variants in the folder were left out: {listed(others)}",) if others else (),
+            notes=(
+                *((f"other variants in the folder were left out: {listed(others)}",) if others else ()),
+                *_adapters_beside(tree),
+            ),
             config_dirs=config_dirs(tree),
             metadata_nbytes=sum(header.data_start for header in headers.values()),
         )
+
+
+def _adapters_beside(tree: ByteTree) -> tuple[str, ...]:
+    """A remark on an adapter beside the model, such as `--lora keep` writes: only the model itself is the source."""
+    found = sorted(name for name in tree.files if name in _ADAPTERS)
+    return tuple(
+        f"the adapter {name} is not taken: its folder as CKPT, with --base-model and this folder, folds it"
+        for name in found
+    )
 
 
 MEMBER: CheckpointFormat = HuggingFace()
