@@ -52,6 +52,7 @@ FUZZ_INPUTS  ?= 200000
 FUZZ_SECONDS ?= 600
 fuzz: $(STAMP)  ## damaged checkpoints: structured mutations, then coverage-guided (about 25 + 10 minutes)
 	$(BIN)/python -m tests.hostile.fuzz --inputs $(FUZZ_INPUTS)
+	$(BIN)/python -m tests.hostile.fuzz --kind side --inputs 20000
 	@test -x .venv-fuzz/bin/python || $(BIN)/python -m venv .venv-fuzz
 	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) 'atheris>=3' numpy psutil ml_dtypes xxhash
 	PYTHONPATH=src .venv-fuzz/bin/python -m tests.hostile.coverage_fuzz .fuzz-corpus -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=2000 -timeout=10 -artifact_prefix=.fuzz-corpus/

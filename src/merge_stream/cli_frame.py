@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from merge_stream.errors import DiskSpaceError, InterruptedRunError, MergeStreamError, ResourceError
-from merge_stream.units import format_bytes, printable
+from merge_stream.units import format_bytes, one_line, printable
 
 if TYPE_CHECKING:
     from merge_stream.console import Console
@@ -137,7 +137,7 @@ def _in_json(value: object) -> object:
 
 
 def _print_lines(lines: Sequence[str]) -> None:
-    click.echo(printable("\n".join(lines)))
+    click.echo("\n".join(map(one_line, lines)))
 
 
 def _usage_hint(error: click.UsageError, argv: Sequence[str]) -> str:
@@ -205,6 +205,6 @@ def _os_hint(error: OSError) -> str:
 
 
 def _complain(message: str, hint: str, code: int, as_json: bool) -> None:
-    sys.stderr.write(printable(f"error: {message}\n" + (f"hint: {hint}\n" if hint else "")))
+    sys.stderr.write(f"error: {one_line(message)}\n" + (f"hint: {one_line(hint)}\n" if hint else ""))
     if as_json:
         _print_json({"ok": False, "error": message, "hint": hint, "exit_code": code})

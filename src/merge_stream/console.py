@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from merge_stream.engine.events import Event, Noted, Parked, Phase, Progress, Warned
 from merge_stream.engine.memory import resident
-from merge_stream.units import format_bytes, format_duration, printable
+from merge_stream.units import format_bytes, format_duration, one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -67,9 +67,9 @@ class Console:
     def line(self, text: str) -> None:
         """A line on stderr (none when quiet or empty)."""
         if text and not self._quiet:
-            text = printable(text)
+            text = one_line(text)
             if self._bar is not None:
-                self._bar.console.print(text, highlight=False, markup=False)
+                self._bar.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
             else:
                 sys.stderr.write(text + "\n")
                 sys.stderr.flush()
@@ -117,14 +117,14 @@ class Console:
         from rich.progress import Progress as Bar
 
         self._bar = Bar(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             DownloadColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=RichConsole(stderr=True),
             auto_refresh=False,
         )
-        self._task = self._bar.add_task(self._phase.name, total=self._phase.total, note="")
+        self._task = self._bar.add_task(one_line(self._phase.name), total=self._phase.total, note="")
         self._bar.start()
 
     def _stop_bar(self) -> None:

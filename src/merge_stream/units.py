@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from merge_stream.errors import UsageError
 
-__all__ = ["counted", "format_bytes", "format_duration", "parse_bytes", "parse_memory", "printable"]
+__all__ = ["counted", "format_bytes", "format_duration", "one_line", "parse_bytes", "parse_memory", "printable"]
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgtp]?)(?P<binary>i?)b?", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -87,11 +87,22 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: _escaped(match[0]), text)
 
 
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+def one_line(text: str) -> str:
+    r"""`printable`, and a line break becomes "\x0a": a name with one in it cannot pass for a line of ours.
+
+    Line breaks of our own lists stay, which two spaces or a tab follow.
+    """
+    return _BREAK.sub(r"\\x0a", printable(text)) if "\n" in text else printable(text)
+
+
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+)
+_BREAK = re.compile(r"\n(?!  |\t)")
 
 
 def _escaped(character: str) -> str:
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte of a file name that is no UTF-8
         code -= 0xDC00
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -232,3 +232,17 @@ def test_numbers_that_json_cannot_say_are_words(tmp_path: pathlib.Path) -> None:
     found = {d["name"]: (d["max_abs"], d["max_rel"]) for d in answer["differences"]}
     assert found["a"] == ("Infinity", "Infinity")
     assert found["b"][0] == "Infinity"
+
+
+def test_names_with_line_breaks_and_escapes_are_shown_escaped_and_told_exactly_in_json(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "a\nerror: all is lost\x1b[2J [red]"
+    folder.mkdir()
+    (folder / "notes\nhint: \x1b]0;title\x07.txt").touch()
+    ended = tool("inspect", folder, "--json")
+    assert ended.code == 5
+    assert str(folder) in ended.json["error"]
+    told = ended.err.splitlines()
+    assert [line.split(":")[0] for line in told if not line.startswith("  ")] == ["error", "hint"]
+    assert r"a\x0aerror: all is lost\x1b[2J [red]" in told[0]
+    assert r"notes\x0ahint: \x1b]0;title\x07.txt" in told[0]
+    assert not any(ord(c) < 32 for line in told for c in line)

@@ -43,8 +43,9 @@ def test_every_reader_ends_with_data_or_an_error_of_ours(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_short_run_of_the_fuzzer_breaks_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.hostile.fuzz", "--inputs", "250", "--seed", "7"]
+@pytest.mark.parametrize("kind", ["checkpoint", "side"])
+def test_a_short_run_of_the_fuzzer_breaks_nothing(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.hostile.fuzz", "--inputs", "250", "--seed", "7", "--kind", kind]
     done = subprocess.run(
         [*command, "--work", str(tmp_path / "work"), "--found", str(tmp_path / "found")],
         capture_output=True,

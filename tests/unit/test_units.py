@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merge_stream.errors import UsageError
-from merge_stream.units import format_bytes, format_duration, parse_bytes, parse_memory
+from merge_stream.units import format_bytes, format_duration, one_line, parse_bytes, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,19 @@ def test_sizes_for_people(size: int, text: str) -> None:
 )
 def test_durations_for_people(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain ü 模型", "plain ü 模型"),
+        ("a\nerror: b", r"a\x0aerror: b"),
+        ("two:\n  one\n  two", "two:\n  one\n  two"),
+        ("\x1b[2Ja\r\x7f", r"\x1b[2Ja\x0d\x7f"),
+        ("\u202egnp.\u2066\u200b\ufeff", r"\u202egnp.\u2066\u200b\ufeff"),
+        ("a\u2028b\U000e0041", r"a\u2028b\U000e0041"),
+        ("\udcff", r"\xff"),
+    ],
+)
+def test_a_name_cannot_act_on_a_terminal_or_pass_for_a_line(text: str, shown: str) -> None:
+    assert one_line(text) == shown
