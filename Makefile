@@ -73,6 +73,7 @@ nightly: $(STAMP)  ## do merged models load? in transformers 4.57 and 5.24, and 
 	$(BIN)/python -m tests.families.load_merged --tf5 $(NIGHTLY)/tf5 --tf4 $(NIGHTLY)/tf4 --more $(NIGHTLY)/tfs $(BOTH)
 	PYTHONPATH=$(NIGHTLY)/tf5:$(NIGHTLY)/tfs:$(NIGHTLY)/ct $(BIN)/python -m tests.nightly.quantized
 	$(BIN)/python -m tests.nightly.vllm_cpu --python $(NIGHTLY)/vllm/bin/python --trainer $(NIGHTLY)/tf5:$(NIGHTLY)/tfs
+	$(BIN)/python -m tests.nightly.vllm_quantized --python $(NIGHTLY)/vllm/bin/python --trainer $(NIGHTLY)/tf5:$(NIGHTLY)/tfs
 
 docs: $(STAMP)  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

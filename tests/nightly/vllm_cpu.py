@@ -191,8 +191,10 @@ def judge(work: pathlib.Path, name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- the driver
-def stage(python: str, path: list[str], *arguments: str) -> tuple[int, str, str]:
-    """This module as a process of its own, in another Python; never the network."""
+def stage(
+    python: str, path: list[str], *arguments: str, module: str = "tests.nightly.vllm_cpu"
+) -> tuple[int, str, str]:
+    """A module of these as a process of its own, in another Python; never the network."""
     environment = {
         **os.environ,
         "PYTHONPATH": ":".join([*path, str(ROOT)]),
@@ -202,7 +204,7 @@ def stage(python: str, path: list[str], *arguments: str) -> tuple[int, str, str]
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    command = [python, "-W", "ignore", "-m", "tests.nightly.vllm_cpu", *arguments]
+    command = [python, "-W", "ignore", "-m", module, *arguments]
     try:
         ended = subprocess.run(
             command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
