@@ -28,6 +28,14 @@ def test_killed_runs_continue_to_the_same_bytes(harness: Harness) -> None:
     assert sum(o.kills for o in outcomes) >= 3
 
 
+@pytest.mark.timeout(280)
+def test_killed_runs_that_quantize_continue_to_the_same_bytes(tmp_path: pathlib.Path) -> None:
+    """In two passes: what was looked up before is looked up again, in layers whose scale is shared too."""
+    harness = Harness(tmp_path, megabytes=200, seed=20_262, words=("--quantize", "nvfp4"))
+    outcomes = [harness.run(number) for number in range(6)]
+    assert sum(o.kills for o in outcomes) >= 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_resumable_and_says_so(harness: Harness, number: signal.Signals) -> None:
     out = harness.folder / f"stopped_{number.name}"
