@@ -22,13 +22,13 @@ For 1138 tensors that is 1 ms for a file instead of 60.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import pickletools
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from merge_stream.errors import MergeStreamError
 from merge_stream.formats._device_mesh import Mesh
 from merge_stream.formats._rank_index import Group, RankFile, RankIndex
 from merge_stream.storage.base import ByteTree
+
+if TYPE_CHECKING:
+    import pickletools
 
 __all__ = ["AlikeRanks"]
 
@@ -54,13 +57,6 @@ _MESH = "DeviceMesh"
 _DEVICE = "torch.device"
 _CUDA = b"X\x04\x00\x00\x00cuda"
 _TEXT1, _TEXT4, _LINES = -2, -4, -1
-# of each opcode with its argument; negative where the argument tells it
-_LENGTHS = [1] * 256
-for _code in pickletools.opcodes:
-    _given = _code.arg.n if _code.arg else 0
-    _LENGTHS[ord(_code.code)] = (
-        1 + _given if _given >= 0 else {-1: _LINES, -2: _TEXT1, -3: _TEXT4, -4: _TEXT4}.get(_given, _LINES)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +251,23 @@ def _own_meshes(kind: _Kind, data: bytes, where: str) -> dict[int, Any] | None:
     return _paired(kind.pairs[: len(ours)], ours)
 
 
+@functools.cache
+def _lengths() -> list[int]:
+    """Bytes of each opcode with its argument; negative where the argument tells it."""
+    import pickletools
+
+    lengths = [1] * 256
+    for opcode in pickletools.opcodes:
+        given = opcode.arg.n if opcode.arg else 0
+        told = {-1: _LINES, -2: _TEXT1, -3: _TEXT4, -4: _TEXT4}
+        lengths[ord(opcode.code)] = 1 + given if given >= 0 else told.get(given, _LINES)
+    return lengths
+
+
 def _head_of(data: bytes) -> _Head:
     """The start of a pickle that was read before; it may end anywhere."""
+    from pickletools import markobject
+
     free = np.zeros(len(data), dtype=bool)
     cuts: list[int] = []
     texts: list[tuple[int, int]] = []
@@ -283,10 +294,10 @@ def _head_of(data: bytes) -> _Head:
         if name == "MARK":
             stack.append(True)
         else:
-            if opcode.stack_before and pickletools.markobject in opcode.stack_before:
+            if opcode.stack_before and markobject in opcode.stack_before:
                 while not stack.pop():
                     pass
-                del stack[len(stack) - opcode.stack_before.index(pickletools.markobject) :]
+                del stack[len(stack) - opcode.stack_before.index(markobject) :]
             elif opcode.stack_before:
                 del stack[-len(opcode.stack_before) :]
             stack += [False] * len(opcode.stack_after)
@@ -300,6 +311,8 @@ def _head_of(data: bytes) -> _Head:
 
 def _opcodes(data: bytes) -> Iterator[tuple[str, Any, int, pickletools.OpcodeInfo]]:
     """(name, argument, position, opcode) as far as `data` goes."""
+    import pickletools
+
     with contextlib.suppress(ValueError, IndexError):
         for opcode, arg, at in pickletools.genops(data):
             yield opcode.name, arg, at or 0, opcode
@@ -313,7 +326,7 @@ def _device_numbers(data: bytes, head: _Head) -> np.ndarray:
     places: list[int] = []
     oldest = older = last = 0  # the three opcodes before
     i, stop = 0, len(data)
-    device, lengths = head.device, _LENGTHS
+    device, lengths = head.device, _lengths()
     while i < stop:
         op = data[i]
         if op == 0x4B:
@@ -356,7 +369,7 @@ def _ends_location(data: bytes, at: int) -> bool:
     count = _after_put(data, at)
     if count < 0 or data[count] not in {0x4A, 0x4B, 0x4D}:
         return False
-    end = count + _LENGTHS[data[count]]
+    end = count + _lengths()[data[count]]
     return data[end] == 0x74 and (after := _after_put(data, end + 1)) > 0 and data[after] == 0x51
 
 
