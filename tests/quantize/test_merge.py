@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from merge_stream import api, cli
-from merge_stream.engine.budget import MemoryBudget
-from merge_stream.engine.events import Silent
-from merge_stream.engine.executor import StopFlag, execute
 from merge_stream.options import MergeOptions
-from merge_stream.planning.segments import segments_of
-from merge_stream.storage.local import LocalSource
-from merge_stream.testing.staging import MemoryStaging
 from merge_stream.verification.check import check_folder
 from tests.folder.models import checkpoint, config_of, llama, llama_config, merge, model_folder, tensors_of
 from tests.quantize.test_fp8_dynamic import by_torch
@@ -78,82 +71,6 @@ def test_dtype_is_that_of_the_plain_tensors_and_codes_come_from_the_source(tmp_p
     assert found["model.norm.weight"].dtype == torch.bfloat16
     assert config_of(tmp_path / "out")["torch_dtype"] == "bfloat16"
     assert cli.run(["verify", str(tmp_path / "out"), "--against", str(source)]) == 0
-
-
-def test_the_index_counts_parameters_and_not_scales(tmp_path: Path, source: Path) -> None:
-    assert merge(source, tmp_path / "out", "--quantize", "fp8-dynamic", "--max-shard-size", "9KB") == 0
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_parameters"] == sum(t.numel() for t in model().values())
-    assert set(index["weight_map"]) == set(tensors_of(tmp_path / "out"))
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(tmp_path / "out").values())
-
-
-def written(source: Path, segment: int, workers: int, **options: Any) -> Iterator[bytes]:
-    """The bytes of every file, by a run with segments of that size."""
-    job = api.make_plan(api.open_checkpoint([source]), MergeOptions(**({"quantize": "fp8-dynamic"} | options)))
-    staging, reader = MemoryStaging(job.plan), LocalSource()
-    budget = MemoryBudget(slots=workers, slab_bytes=8 * segment + (1 << 18))
-    execute(
-        job.plan,
-        staging,
-        reader,
-        job.encoding,
-        budget=budget,
-        segment_bytes=segment,
-        observer=Silent(),
-        stop=StopFlag(),
-    )
-    for output in job.plan.outputs:
-        whole = bytearray(output.nbytes)
-        staging.sink.read_into(output.name, 0, memoryview(whole))
-        yield bytes(whole)
-
-
-@pytest.mark.parametrize("shard_size", [5_000_000_000, 7_000])
-def test_bytes_depend_on_neither_segments_nor_workers(source: Path, shard_size: int) -> None:
-    """With small files, a weight and its scales stand in two of them."""
-    wanted = list(written(source, 1 << 20, 1, max_shard_size=shard_size))
-    for segment in (128, 200, 1000, 4096):
-        for workers in (1, 3):
-            assert list(written(source, segment, workers, max_shard_size=shard_size)) == wanted
-
-
-def test_segments_cover_every_byte_once_and_hold_whole_rows(source: Path) -> None:
-    plan = api.make_plan(api.open_checkpoint([source]), MergeOptions(quantize="fp8-dynamic", max_shard_size=7_000)).plan
-    for segment_bytes in (128, 300, 5000):
-        spans = sorted(
-            (s.output, s.start, s.stop) for segment in segments_of(plan, segment_bytes) for s in segment.spans
-        )
-        for number, output in enumerate(plan.outputs):
-            at = len(output.header)
-            for _, start, stop in (s for s in spans if s[0] == number):
-                assert start == at
-                at = stop
-            assert at == output.nbytes
-
-
-def test_a_run_that_was_cut_off_writes_the_same(tmp_path: Path, source: Path) -> None:
-    """After the first ranges, with other segments; a weight without its scales does not count as done."""
-    plan = api.make_plan(api.open_checkpoint([source]), MergeOptions(quantize="fp8-dynamic", max_shard_size=7_000)).plan
-    wanted = list(written(source, 1 << 20, 1, max_shard_size=7_000))
-    encoding = api.make_plan(api.open_checkpoint([source]), MergeOptions()).encoding
-    first = MemoryStaging(plan)
-    reader, budget = LocalSource(), MemoryBudget(slots=1, slab_bytes=1 << 19)
-    execute(plan, first, reader, encoding, budget=budget, segment_bytes=300, observer=Silent(), stop=StopFlag())
-    for kept in (1, len(first.ranges) // 2, len(first.ranges) - 1):
-        second = MemoryStaging(plan, ranges=tuple(first.ranges[:kept]))
-        for r in first.ranges[:kept]:  # what the first run had written
-            data = bytearray(r.stop - r.start)
-            first.sink.read_into(plan.outputs[r.output].name, r.start, memoryview(data))
-            second.sink.write_at(plan.outputs[r.output].name, r.start, memoryview(data))
-        done = execute(
-            plan, second, reader, encoding, budget=budget, segment_bytes=500, observer=Silent(), stop=StopFlag()
-        )
-        assert done.written_nbytes + done.resumed_nbytes == sum(o.nbytes - len(o.header) for o in plan.outputs)
-        for output, wanted_bytes in zip(plan.outputs, wanted, strict=True):
-            whole = bytearray(output.nbytes)
-            second.sink.read_into(output.name, 0, memoryview(whole))
-            assert bytes(whole) == wanted_bytes
 
 
 def test_the_same_command_continues_and_another_one_is_refused(
