@@ -134,6 +134,7 @@ def merge_through_store(
     second.written_nbytes += first.written_nbytes
     second.resumed_nbytes += first.resumed_nbytes
     second.seconds += first.seconds
+    second.memory = {key: max(first.memory.get(key, 0), value) for key, value in second.memory.items()}
     second.verified = list(dict.fromkeys([*first.verified, *second.verified]))
     second.warnings = list(dict.fromkeys([*first.warnings, *second.warnings]))
     second.source_checksums = first.source_checksums

@@ -10,7 +10,9 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import Shard
 
+from merge_stream.api import merge
 from merge_stream.engine import memory
+from merge_stream.options import MergeOptions
 from tests.cases.memory_of import holes, measured
 from tests.cases.naive import assert_holds, merged, numbered
 from tests.crash.faults import Faults
@@ -116,11 +118,31 @@ def test_case_009_tensors_that_come_in_any_order_go_to_their_places(tmp_path: pa
             assert len(file.keys()) == 100
 
 
+def test_case_009_every_value_stands_in_its_place(tmp_path: pathlib.Path) -> None:
+    """The same with values that tell one tensor from another, and three workers."""
+    names = [f"model.layers.{k}.w" for k in range(60)]
+    random.Random(4).shuffle(names)
+    tensors = {name: torch.full((16, 24), float(k)) + numbered(16, 24) / 1000 for k, name in enumerate(names)}
+    options = MergeOptions(layout="as-is", write_config=False, workers=3, max_shard_size=6 * 16 * 24 * 4)
+    report = merge(write_hub(tmp_path / "ckpt", tensors), tmp_path / "out", options)
+    assert len(report.files) == 10
+    assert_holds(tmp_path / "out", tensors)
+
+
 @pytest.mark.parametrize(
-    "words", [(), ("--dtype", "bf16"), ("--materialize-tied",), ("--verify",), ("--sha256",)], ids=str
+    "words",
+    [
+        (),
+        ("--dtype", "bf16"),
+        ("--materialize-tied",),
+        ("--verify",),
+        ("--sha256",),
+        ("--staging", "zarr"),
+    ],
+    ids=str,
 )
 def test_case_010_the_bound_holds_for_every_option(tmp_path: pathlib.Path, words: tuple[str, ...]) -> None:
-    """Folding a LoRA within the bound: tests/lora/test_memory.py."""
+    """Folding a LoRA within the bound: tests/lora/test_memory.py; quantizing: tests/quantize/test_memory.py."""
     vocab, hidden = 80_000, 1024
     tensors = {n: holes(*t.shape) for n, t in llama(hidden=hidden, head=False, dtype=torch.float32).items()}
     tensors["model.embed_tokens.weight"] = holes(vocab, hidden)
