@@ -16,8 +16,8 @@ import pytest
 
 from merge_stream import preflight as module
 from merge_stream.errors import DiskSpaceError, MergeStreamError, ResourceError, UsageError
-from merge_stream.output.place import choose_place
-from merge_stream.preflight import Writes, check_target
+from merge_stream.output.place import KEPT_STORE, STORE_OF_STAGE, choose_place
+from merge_stream.preflight import Target, Writes, check_target, check_together
 from merge_stream.storage.mounts import Mount
 from tests.cli.tool import as_mere_mortal
 
@@ -254,3 +254,36 @@ def test_a_side_file_that_cannot_be_read_is_told_before_the_weights_are_written(
 
     ended = subprocess.run([*before, sys.executable, "-c", program], capture_output=True, check=True, text=True)
     assert f"{unreadable}, which is copied to OUT, cannot be read" in ended.stdout
+
+
+class TestStores:
+    MANY = Writes({f"w{k}/c.0": 10 for k in range(100)})
+
+    def test_a_folder_and_a_file_for_each_tensor_and_the_right_words(
+        self, tmp_path: Path, disk: SimpleNamespace
+    ) -> None:
+        place = choose_place(tmp_path / "store", overwrite=False, kind=STORE_OF_STAGE)
+        disk.inodes = 209
+        with pytest.raises(DiskSpaceError, match=r"room for 209 more files .* the store needs 210") as caught:
+            check_target(place, self.MANY)
+        assert "another STORE" in caught.value.hint
+        assert "--max-shard-size" not in caught.value.hint
+        disk.inodes = 210
+        check_target(place, self.MANY)
+        disk.free = 200 * disk.block - 1
+        with pytest.raises(DiskSpaceError, match="the store needs 819 kB") as caught:
+            check_target(place, self.MANY)
+        assert "OUT" not in caught.value.hint
+
+    def test_store_and_model_must_fit_together(self, tmp_path: Path, disk: SimpleNamespace) -> None:
+        model = Target(choose_place(tmp_path / "out", overwrite=False), SMALL)
+        store = Target(choose_place(tmp_path / "store", overwrite=False, kind=KEPT_STORE), self.MANY)
+        disk.inodes = 211  # 210 and 11
+        with pytest.raises(DiskSpaceError, match="the model and the store need 221 at one time") as caught:
+            check_together([store, model])
+        assert "--keep-store DIR" in caught.value.hint
+        disk.inodes, disk.free = 221, 200 * disk.block
+        with pytest.raises(DiskSpaceError, match="the model and the store need 823 kB at one time"):
+            check_together([store, model])
+        disk.free = 201 * disk.block
+        check_together([store, model])
