@@ -91,6 +91,8 @@ def test_experts_that_a_loader_misreads_are_refused_without_force(
     assert merge(source, tmp_path / "out", *options, "--force") == 0
     assert "ignores the global scales of experts" in told(capsys)
     assert cli.run(["verify", str(tmp_path / "out"), "--against", str(source)]) == 0
+    found = {(f.rule, f.loaders) for f in check_folder(tmp_path / "out").findings}
+    assert {("nvfp4", "transformers (MoE)"), ("nvfp4", "llama.cpp, TGI")} <= found
 
 
 def test_layers_that_engines_fuse_share_their_global_scale(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def check_quantized(folder: CheckedFolder) -> Iterator[Finding]:
         if method == "fp8":
             yield from _fp8(folder, settings)
         elif method == "compressed-tensors":
-            yield from _compressed(settings)
+            yield from _compressed(folder, settings)
         scheme = scheme_that_wrote(settings)
         if scheme is not None:
             if method != "fp8":
@@ -104,7 +104,7 @@ def _fp8(folder: CheckedFolder, settings: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("error", "quantized", "excluded", "vLLM (Qwen3-MoE: looks for an fp8 gate)", text)
 
 
-def _compressed(settings: dict[str, Any]) -> Iterator[Finding]:
+def _compressed(folder: CheckedFolder, settings: dict[str, Any]) -> Iterator[Finding]:
     groups = settings.get("config_groups") or {}
     if len(groups) > 1:
         text = f"{len(groups)} config_groups, llama.cpp's converter takes one"
@@ -116,8 +116,10 @@ def _compressed(settings: dict[str, Any]) -> Iterator[Finding]:
             text = "one fp8 scale for a tensor: llama.cpp's converter asserts channel or block"
             yield Finding("warning", "quantized", "strategy", "llama.cpp", text)
         if form.startswith("nvfp4"):
-            text = "nvfp4 experts load in transformers 5.24 with wrong values (the global scale is ignored)"
-            yield Finding("warning", "quantized", "nvfp4", "transformers (MoE), llama.cpp, TGI", text)
+            yield Finding("warning", "quantized", "nvfp4", "llama.cpp, TGI", f"{form} is not supported")
+            if any(".experts." in name and name.endswith("_packed") for name in folder.tensors):
+                text = "nvfp4 experts load in transformers 5.24 with wrong values (the global scale is ignored)"
+                yield Finding("warning", "quantized", "nvfp4", "transformers (MoE)", text)
         if form.startswith("mxfp"):
             yield Finding("warning", "quantized", "mxfp", "llama.cpp, TGI", f"{form} is not supported")
 
