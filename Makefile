@@ -18,6 +18,10 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FAST  := not slow and not real and not memory and not crash
 
+# Hundreds of tests start the tool: compiled modules are kept, and not beside the sources.
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint fuzz crash bench bench-smoke nightly docs clean
 
