@@ -137,8 +137,12 @@ def rank_part(name: str, tensor: torch.Tensor, rank: int, config: dict[str, Any]
     return tensor_part(name, tensor, rank, 2)
 
 
+UNGATED = {"nemotron", "gpt_neox", "starcoder2"}
+"""Families whose linear_fc1 is one matrix, which a tensor-parallel rank has rows of."""
+
+
 def is_gated(name: str, config: dict[str, Any]) -> bool:
-    return config["model_type"] != "nemotron" and not (
+    return config["model_type"] not in UNGATED and not (
         name.startswith("vision_model") and config["model_type"] != "qwen2_5_vl"
     )
 
@@ -154,7 +158,7 @@ def test_files_of_two_tensor_ranks_are_the_model_again(path: pathlib.Path, tmp_p
         "tensor_model_parallel_size": 2,
         "expert_tensor_parallel_size": 2,
         "num_experts": 4,
-        "swiglu": config["model_type"] != "nemotron",
+        "swiglu": config["model_type"] not in UNGATED,
         "num_attention_heads": text["num_attention_heads"],
         "num_query_groups": text["num_key_value_heads"],
         "kv_channels": text.get("head_dim"),
@@ -182,7 +186,7 @@ def test_further_names_of_the_table_mean_the_same(path: pathlib.Path, tmp_path: 
         if first and not re.search(r"\d$", first[0]):
             instead[first[0]] = last
     renamed = {instead.get(name, name): tensor for name, tensor in megatron.items()}
-    write_ranks(tmp_path, {(0,): renamed}, {"swiglu": config["model_type"] != "nemotron"}, config)
+    write_ranks(tmp_path, {(0,): renamed}, {"swiglu": config["model_type"] not in UNGATED}, config)
     merged(tmp_path)
     assert_holds(tmp_path / "out", wanted)
 
@@ -195,38 +199,12 @@ def by_group(*parts: torch.Tensor, groups: int) -> torch.Tensor:
     return torch.cat([part.chunk(groups)[group] for group in range(groups) for part in parts])
 
 
-def phi3(hf: Tensors, at: str) -> Tensors:
-    q, k, v = hf[f"{at}.self_attn.qkv_proj.weight"].split([16, 8, 8])
-    return {
-        "self_attention.linear_qkv.weight": by_group(q, k, v, groups=2),
-        "mlp.linear_fc1.weight": hf[f"{at}.mlp.gate_up_proj.weight"],
-    }
-
-
 def separate(hf: Tensors, at: str, leaf: str) -> torch.Tensor:
     return by_group(*(hf[f"{at}.self_attn.{x}_proj.{leaf}"] for x in "qkv"), groups=2)
 
 
-def seed_oss(hf: Tensors, at: str) -> Tensors:
-    return {
-        "self_attention.linear_qkv.weight": separate(hf, at, "weight"),
-        "self_attention.linear_qkv.bias": separate(hf, at, "bias"),
-        "mlp.linear_fc1.weight": torch.cat([hf[f"{at}.mlp.{x}_proj.weight"] for x in ("gate", "up")]),
-    }
-
-
-def glm4(hf: Tensors, at: str) -> Tensors:
-    return {
-        "self_attention.linear_qkv.weight": separate(hf, at, "weight"),
-        "self_attention.linear_qkv.bias": separate(hf, at, "bias"),
-        "mlp.linear_fc1.weight": hf[f"{at}.mlp.gate_up_proj.weight"],
-        "post_self_attn_layernorm.weight": hf[f"{at}.post_self_attn_layernorm.weight"],
-        "post_mlp_layernorm.weight": hf[f"{at}.post_mlp_layernorm.weight"],
-    }
-
-
 def llama_like(hf: Tensors, at: str) -> Tensors:
-    """What all of them but GPT-NeoX share."""
+    """What the layers with Llama's names share."""
     return {
         "self_attention.linear_proj.weight": hf[f"{at}.self_attn.o_proj.weight"],
         "mlp.linear_fc2.weight": hf[f"{at}.mlp.down_proj.weight"],
@@ -235,14 +213,34 @@ def llama_like(hf: Tensors, at: str) -> Tensors:
     }
 
 
-def neox(hf: Tensors) -> Tensors:
-    """Each head's query, key and value stand together on both sides."""
-    made = {
-        "embedding.word_embeddings.weight": hf["gpt_neox.embed_in.weight"],
-        "output_layer.weight": hf["embed_out.weight"],
-        "decoder.final_layernorm.weight": hf["gpt_neox.final_layer_norm.weight"],
-        "decoder.final_layernorm.bias": hf["gpt_neox.final_layer_norm.bias"],
+def phi3(hf: Tensors, at: str) -> Tensors:
+    q, k, v = hf[f"{at}.self_attn.qkv_proj.weight"].split([16, 8, 8])
+    return llama_like(hf, at) | {
+        "self_attention.linear_qkv.weight": by_group(q, k, v, groups=2),
+        "mlp.linear_fc1.weight": hf[f"{at}.mlp.gate_up_proj.weight"],
     }
+
+
+def seed_oss(hf: Tensors, at: str) -> Tensors:
+    return llama_like(hf, at) | {
+        "self_attention.linear_qkv.weight": separate(hf, at, "weight"),
+        "self_attention.linear_qkv.bias": separate(hf, at, "bias"),
+        "mlp.linear_fc1.weight": torch.cat([hf[f"{at}.mlp.{x}_proj.weight"] for x in ("gate", "up")]),
+    }
+
+
+def glm4(hf: Tensors, at: str) -> Tensors:
+    return llama_like(hf, at) | {
+        "self_attention.linear_qkv.weight": separate(hf, at, "weight"),
+        "self_attention.linear_qkv.bias": separate(hf, at, "bias"),
+        "mlp.linear_fc1.weight": hf[f"{at}.mlp.gate_up_proj.weight"],
+        "post_self_attn_layernorm.weight": hf[f"{at}.post_self_attn_layernorm.weight"],
+        "post_mlp_layernorm.weight": hf[f"{at}.post_mlp_layernorm.weight"],
+    }
+
+
+def gpt_neox(hf: Tensors, at: str) -> Tensors:
+    """Each head's query, key and value stand together on both sides."""
     names = {
         "self_attention.linear_qkv.": "attention.query_key_value.",
         "self_attention.linear_proj.": "attention.dense.",
@@ -251,29 +249,43 @@ def neox(hf: Tensors) -> Tensors:
         "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
         "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
     }
-    for layer in (0, 1):
-        for here, there in names.items():
-            for leaf in ("weight", "bias"):
-                made[f"decoder.layers.{layer}.{here}{leaf}"] = hf[f"gpt_neox.layers.{layer}.{there}{leaf}"]
-    return made
+    return {f"{here}{leaf}": hf[f"{at}.{there}{leaf}"] for here, there in names.items() for leaf in ("weight", "bias")}
 
 
-DERIVED = {"phi3": phi3, "seed_oss": seed_oss, "glm4": glm4, "gpt_neox": None}
+def starcoder2(hf: Tensors, at: str) -> Tensors:
+    """A bias wherever there is a weight."""
+    names = {
+        "self_attention.linear_proj.": "self_attn.o_proj.",
+        "mlp.linear_fc1.": "mlp.c_fc.",
+        "mlp.linear_fc2.": "mlp.c_proj.",
+        "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+        "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    }
+    both = ("weight", "bias")
+    made = {f"{here}{leaf}": hf[f"{at}.{there}{leaf}"] for here, there in names.items() for leaf in both}
+    return made | {f"self_attention.linear_qkv.{leaf}": separate(hf, at, leaf) for leaf in both}
+
+
+DERIVED = {"phi3": phi3, "seed_oss": seed_oss, "glm4": glm4, "gpt_neox": gpt_neox, "starcoder2": starcoder2}
+"""Family -> what a layer of the repository (tensors, the layer's name) is below Megatron's `decoder.layers.N.`."""
+ENDS = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "model.norm.bias": "decoder.final_layernorm.bias",
+    "lm_head.weight": "output_layer.weight",
+    "gpt_neox.embed_in.weight": "embedding.word_embeddings.weight",
+    "gpt_neox.final_layer_norm.weight": "decoder.final_layernorm.weight",
+    "gpt_neox.final_layer_norm.bias": "decoder.final_layernorm.bias",
+    "embed_out.weight": "output_layer.weight",
+}
+"""What is no layer: names of the repository -> Megatron's."""
 
 
 def derived(family: str) -> tuple[dict[str, Any], Tensors, Tensors]:
     config, wanted, _, _ = opened(FOLDER / f"{family}.transformers.json")
-    layer_of = DERIVED[family]
-    if layer_of is None:
-        return config, wanted, neox(wanted)
-    made = {
-        "embedding.word_embeddings.weight": wanted["model.embed_tokens.weight"],
-        "output_layer.weight": wanted["lm_head.weight"],
-        "decoder.final_layernorm.weight": wanted["model.norm.weight"],
-    }
+    made = {ENDS[name]: tensor for name, tensor in wanted.items() if ".layers." not in name}
     for layer in (0, 1):
-        at = f"model.layers.{layer}"
-        parts = llama_like(wanted, at) | layer_of(wanted, at)
+        parts = DERIVED[family](wanted, f"{'gpt_neox' if family == 'gpt_neox' else 'model'}.layers.{layer}")
         made |= {f"decoder.layers.{layer}.{name}": tensor for name, tensor in parts.items()}
     return config, wanted, made
 
@@ -283,13 +295,13 @@ def derived(family: str) -> tuple[dict[str, Any], Tensors, Tensors]:
 def test_a_family_of_no_bridge_is_the_model_again(family: str, layout: str, tmp_path: pathlib.Path) -> None:
     """Names and shapes of the repository are transformers' own."""
     config, wanted, megatron = derived(family)
-    arguments = {"swiglu": family != "gpt_neox", "tensor_model_parallel_size": 2}
+    arguments = {"swiglu": family not in UNGATED, "tensor_model_parallel_size": 2}
     if family == "glm4":
         arguments |= {"rotary_interleaved": True, "rotary_percent": 0.5}
     if layout == "dist":
         write_dist(tmp_path, megatron, config, arguments)
     else:
-        gated = family != "gpt_neox"
+        gated = family not in UNGATED
         states = {
             (rank,): {
                 name: tensor_part(name, tensor, rank, 2)
@@ -311,6 +323,25 @@ def test_rotary_pairs_of_glm4_are_neighbours_on_both_sides(tmp_path: pathlib.Pat
     write_dist(tmp_path, megatron, config, {"rotary_interleaved": False})
     with pytest.raises(UnsupportedError, match="rotary pairs are halves, those of glm4 are neighbours"):
         merged(tmp_path)
+
+
+def test_a_starcoder2_with_a_head_of_its_own_keeps_it(tmp_path: pathlib.Path) -> None:
+    """NeMo ties nothing, whatever the config of the repository says: then both are written, and config.json told so."""
+    config, wanted, megatron = derived("starcoder2")
+    head = wanted["model.embed_tokens.weight"].flip(0)
+    write_dist(tmp_path, megatron | {"output_layer.weight": head}, config)
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", wanted | {"lm_head.weight": head})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_a_starcoder2_without_biases_keeps_those_of_its_norms(tmp_path: pathlib.Path) -> None:
+    config, wanted, megatron = derived("starcoder2")
+    left = {name: t for name, t in megatron.items() if "layer" in name.rsplit(".", 1)[-1] or not name.endswith(".bias")}
+    left["decoder.final_layernorm.bias"] = megatron["decoder.final_layernorm.bias"]
+    write_dist(tmp_path, left, config | {"use_bias": False})
+    merged(tmp_path)
+    assert_holds(tmp_path / "out", {n: t for n, t in wanted.items() if "norm" in n or not n.endswith(".bias")})
 
 
 def test_the_table_of_the_docs_has_every_family() -> None:

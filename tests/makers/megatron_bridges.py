@@ -200,6 +200,7 @@ FAMILIES |= {
     "seed_oss": ("SeedOss", DENSE | {"attention_bias": True, "attention_out_bias": False}, "", ""),
     "glm4": ("Glm4", DENSE | {"attention_bias": True}, "", ""),
     "gpt_neox": ("GPTNeoX", DENSE | {"num_key_value_heads": 4}, "", ""),
+    "starcoder2": ("Starcoder2", DENSE | {"tie_word_embeddings": True}, "", ""),
 }
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "experts",
     "gated_mlp",
     "norms",
+    "plain_mlp",
 ]
 
 Rules = tuple[Rule | Rename, ...]
@@ -129,6 +130,14 @@ def gated_mlp(place: Place = LAYER, *, here: str = "mlp", there: str = "mlp") ->
             f"{place.there}.{there}.up_proj.{{leaf}}",
         ),
         Rename(f"{place.here}.{here}.linear_fc2.{{leaf:weight|bias}}", f"{place.there}.{there}.down_proj.{{leaf}}"),
+    )
+
+
+def plain_mlp(up: str, down: str, place: Place = LAYER) -> Rules:
+    """An MLP without gate: two matrices, `up` and `down` in the repository, with or without bias."""
+    return (
+        Rename(f"{place.here}.mlp.linear_fc1.{{leaf:weight|bias}}", f"{place.there}.mlp.{up}.{{leaf}}"),
+        Rename(f"{place.here}.mlp.linear_fc2.{{leaf:weight|bias}}", f"{place.there}.mlp.{down}.{{leaf}}"),
     )
 
 

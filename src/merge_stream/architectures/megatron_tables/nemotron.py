@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.megatron_tables.base import (
-    LAYER,
     MegatronFamily,
     MegatronTable,
     Rules,
     attention,
     ends,
     norms,
+    plain_mlp,
 )
-from merge_stream.architectures.rules import Rename
 
 __all__ = ["MEMBER"]
 
@@ -23,8 +22,7 @@ __all__ = ["MEMBER"]
 def _rules(model: ModelInfo) -> Rules:
     return (
         *attention(model),
-        Rename(f"{LAYER.here}.mlp.linear_fc1.{{leaf:weight|bias}}", f"{LAYER.there}.mlp.up_proj.{{leaf}}"),
-        Rename(f"{LAYER.here}.mlp.linear_fc2.{{leaf:weight|bias}}", f"{LAYER.there}.mlp.down_proj.{{leaf}}"),
+        *plain_mlp("up_proj", "down_proj"),
         *norms(),
         *ends(),
     )
