@@ -301,14 +301,8 @@ def test_a_family_of_no_bridge_is_the_model_again(family: str, layout: str, tmp_
     if layout == "dist":
         write_dist(tmp_path, megatron, config, arguments)
     else:
-        gated = family not in UNGATED
         states = {
-            (rank,): {
-                name: tensor_part(name, tensor, rank, 2)
-                if gated or ".linear_fc1." not in name or "layer_norm" in name
-                else tensor.chunk(2)[rank].clone()
-                for name, tensor in megatron.items()
-            }
+            (rank,): {name: rank_part(name, tensor, rank, config) for name, tensor in megatron.items()}
             for rank in (0, 1)
         }
         write_ranks(tmp_path, states, arguments, config)

@@ -1,8 +1,12 @@
 r"""Small models as Megatron-Bridge and mbridge load them: their own code turns numbered tensors into Megatron's.
 
-    pip install --target SITE --no-deps megatron-bridge==0.6.2 mbridge==0.15.1 transformers==4.57.6 \
-        huggingface_hub==0.36.2 tokenizers==0.22.2 regex filelock fsspec pyyaml packaging requests tqdm
+    pip install --target SITE --no-deps --ignore-requires-python megatron-bridge==0.6.2 mbridge==0.15.1 \
+        transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 regex filelock fsspec pyyaml packaging \
+        requests tqdm
     PYTHONPATH=SITE:. .venv/bin/python -m tests.makers.megatron_bridges SITE [FAMILY ...]
+
+SITE is a folder of yours. Megatron-Bridge asks for Python 3.12 from 0.4 on; what is used of it here runs on 3.11. Other
+families' files stay as they are when FAMILY is given.
 
 Names, shapes and configs of a model are those of transformers 4.57.6; what its classes lack (layers of multi-token
 prediction, MiMo) is added here from the published repositories. Megatron itself is not installed: its modules are empty
