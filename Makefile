@@ -76,6 +76,7 @@ nightly: $(STAMP)  ## do merged models load? in transformers 4.57 and 5.24, and 
 	$(BIN)/python -m tests.nightly.environments $(NIGHTLY) $(PIP_ARGS)
 	$(BIN)/python -m tests.families.load_merged --tf5 $(NIGHTLY)/tf5 --tf4 $(NIGHTLY)/tf4 --more $(NIGHTLY)/tfs $(BOTH)
 	PYTHONPATH=$(NIGHTLY)/tf5:$(NIGHTLY)/tfs:$(NIGHTLY)/ct $(BIN)/python -m tests.nightly.quantized
+	ALL_SCHEMES=1 $(BIN)/python -m pytest -q tests/memory/test_quantized.py
 	$(BIN)/python -m tests.nightly.vllm_cpu --python $(NIGHTLY)/vllm/bin/python --trainer $(NIGHTLY)/tf5:$(NIGHTLY)/tfs
 	$(BIN)/python -m tests.nightly.vllm_quantized --python $(NIGHTLY)/vllm/bin/python --trainer $(NIGHTLY)/tf5:$(NIGHTLY)/tfs
 

@@ -229,19 +229,20 @@ class Reduced(Float8Tensor):
         return Reduced.made, (self.inner, self.scale)
 
 
-@pytest.mark.parametrize(("kind", "told"), [(Float8Tensor, "Float8Tensor"), (Reduced, "up_proj.weight is missing")])
+@pytest.mark.parametrize("words", [(), ("--no-config", "--layout", "as-is")], ids=["model", "weights alone"])
+@pytest.mark.parametrize("kind", [Float8Tensor, Reduced])
 def test_case_127_a_quantized_tensor_object_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Float8Tensor], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Float8Tensor], words: tuple[str, ...]
 ) -> None:
-    """Its bytes are no values without what the framework knows; it names the parameter, and nothing is written."""
+    """Its bytes are no values without what the framework knows; parameter and class are named, nothing is written."""
     tensors, name = dict(llama()), "model.layers.0.mlp.up_proj.weight"
     tensors[name] = kind(torch.zeros(16, 8, dtype=torch.uint8), torch.ones(1))
     source = tmp_path / "ckpt"
     source.mkdir()
     torch.save(tensors, source / "pytorch_model.bin")
     (source / "config.json").write_text(json.dumps(llama_config()))
-    assert merge(source, tmp_path / "out") != 0
+    assert merge(source, tmp_path / "out", *words) != 0
     error = capsys.readouterr().err
     assert name in error
-    assert told in error
+    assert kind.__name__ in error
     assert not (tmp_path / "out").exists()

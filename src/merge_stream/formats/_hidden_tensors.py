@@ -1,8 +1,9 @@
 """Tensors of a state dict that no name leads to: in lists, in objects, under keys that are no strings.
 
 A model's state dict has a name for each tensor. What lies elsewhere is counted and named to the user; what
-looks like weights there (two dims or more, of floating point) is refused, since leaving it out would be a
-silent loss. A value that holds more than a million others is refused too.
+looks like weights there is refused, since leaving it out would be a silent loss: two dims or more, of floating
+point, or of any type inside of an object, which may be a quantized weight of a framework (a `Float8Tensor` of
+Transformer Engine keeps codes as uint8 beside a scale). A value that holds more than a million others is refused too.
 """
 
 from __future__ import annotations
@@ -23,30 +24,32 @@ _MOST = 1_000_000
 
 
 class HiddenTensor(NamedTuple):
-    """Where it lies ("ema.shadow[3]"), its shape in words, and whether it looks like a weight."""
+    """Where it lies ("ema.shadow[3]"), its shape in words, whether it looks like a weight, the object's class or ""."""
 
     name: str
     shape: str
     is_weight: bool
+    inside: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {self.shape}"
+        return f"{self.name} {self.shape}" + (f" in a {self.inside}" if self.inside else "")
 
 
 def hidden_tensors(value: Any, name: str, where: str) -> list[HiddenTensor]:  # noqa: ANN401 - any unpickled value
     """Every tensor inside `value`, which is at `name`, each once; CorruptCheckpointError when it is too large."""
     found = []
-    stack: list[tuple[str, Any]] = [(name, value)]
+    stack: list[tuple[str, Any, str]] = [(name, value, "")]
     seen: set[int] = set()
     while stack:
-        at, inside = stack.pop()
+        at, inside, owner = stack.pop()
         if id(inside) in seen:
             continue
         if isinstance(inside, Recorder) and inside.dotted.startswith(_TENSORS):
-            found.append(_hidden(inside, at, where))
+            found.append(_hidden(inside, at, where, owner))
         elif isinstance(inside, Recorder | Mapping | list | tuple | set | frozenset):
             seen.add(id(inside))
-            below = list(_below(inside, at))
+            own = described(inside) if isinstance(inside, Recorder) else owner
+            below = [(place, held, own) for place, held in _below(inside, at)]
             if len(stack) + len(below) > _MOST:
                 msg = f"{where}: {name} holds more than a million values"
                 raise CorruptCheckpointError(msg, hint="leave it out of the state dict before saving")
@@ -88,11 +91,12 @@ def _below(value: Any, at: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
             yield from _below(value.state, at)
 
 
-def _hidden(record: Recorder, at: str, where: str) -> HiddenTensor:
+def _hidden(record: Recorder, at: str, where: str, owner: str) -> HiddenTensor:
     try:
         plain = plain_tensor(record, at, where)
     except UnsupportedError:
         plain = None
     if plain is None:  # a tensor of several ranks, or of a kind that only weights have
-        return HiddenTensor(at, f"({record.dotted})", is_weight=True)
-    return HiddenTensor(at, str(list(plain.shape)), len(plain.shape) > 1 and plain.dtype.kind in {"float", "quantized"})
+        return HiddenTensor(at, f"({record.dotted})", is_weight=True, inside=owner)
+    of_weights = bool(owner) or plain.dtype.kind in {"float", "quantized"}
+    return HiddenTensor(at, str(list(plain.shape)), len(plain.shape) > 1 and of_weights, owner)
