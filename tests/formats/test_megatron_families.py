@@ -20,7 +20,7 @@ import torch
 
 from merge_stream.api import merge
 from merge_stream.architectures.megatron import megatron_families
-from merge_stream.errors import UnsupportedError
+from merge_stream.errors import CheckpointError, UnsupportedError
 from merge_stream.options import MergeOptions
 from tests.cases.naive import assert_holds
 from tests.formats.naive import DATA
@@ -327,6 +327,15 @@ def test_a_starcoder2_with_a_head_of_its_own_keeps_it(tmp_path: pathlib.Path) ->
     merged(tmp_path)
     assert_holds(tmp_path / "out", wanted | {"lm_head.weight": head})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_biases_of_a_starcoder2_are_as_its_config_says(told: bool, tmp_path: pathlib.Path) -> None:
+    config, _, megatron = derived("starcoder2")
+    left = {name: tensor for name, tensor in megatron.items() if not (told and name.endswith("linear_proj.bias"))}
+    write_dist(tmp_path, left, config | {"use_bias": told})
+    with pytest.raises(CheckpointError, match=rf"bias and \d+ more.* says use_bias {told}".lower()):
+        merged(tmp_path)
 
 
 def test_a_starcoder2_without_biases_keeps_those_of_its_norms(tmp_path: pathlib.Path) -> None:

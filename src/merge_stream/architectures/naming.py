@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from merge_stream.architectures.base import Architecture, ModelInfo, Named
 from merge_stream.architectures.base_match import packed
+from merge_stream.architectures.biases import check_biases
 from merge_stream.architectures.families import HEADS, RECOMPUTED
 from merge_stream.architectures.lookup import family_of
 from merge_stream.architectures.parts import check_parts
@@ -68,6 +69,7 @@ def _check_parts(shapes: dict[str, tuple[int, ...]], model: ModelInfo, layout: L
             return ()
         if family.strangers(name for name in names if not HEADS.fullmatch(name)):
             return ()
+    check_biases(frozenset(names), model)
     return check_parts(names, model)
 
 
