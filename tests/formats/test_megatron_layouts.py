@@ -557,3 +557,12 @@ def test_a_table_that_cannot_be_meant(tmp_path: pathlib.Path, old: str, new: str
     (tmp_path / "table.toml").write_text(TABLE.replace(old, new))
     with pytest.raises(UsageError, match=said):
         merged(tmp_path, OpenOptions(rules=str(tmp_path / "table.toml")), write_config=False)
+
+
+def test_a_rank_file_copied_over_another_is_refused(tmp_path: pathlib.Path) -> None:
+    """Every shape fits, and the model would hold one rank's rows twice."""
+    case = shutil.copytree(DATA / "megatron" / "legacy_llama_tp2_pp2", tmp_path / "case")
+    first, second = sorted(case.rglob("mp_rank_0[01]_001/model_optim_rng.pt"))
+    shutil.copyfile(first, second)
+    with pytest.raises(CorruptCheckpointError, match="same file"):
+        merge(case / "ckpt", tmp_path / "out", MergeOptions(base_model=str(case / "hf")))

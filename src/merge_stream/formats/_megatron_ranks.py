@@ -23,6 +23,7 @@ from typing import Any
 
 from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.containers.torch_tensor import plain_tensor
+from merge_stream.containers.torch_zip import read_raw_directory
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
 from merge_stream.formats._deepspeed_local import plain_ref
@@ -46,6 +47,7 @@ _EXPERT = re.compile(
     r"|(?P<head2>.*\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(?P<e2>\d+)(?P<tail2>)"
 )
 _COPY = "copy the folders of all ranks here; if they lie on other nodes, name each node's folder with --input"
+_SAMPLES, _SAMPLE = 16, 4 << 10  # how many parts of two files are compared, bytes of each
 Coordinates = tuple[int, int, int]
 
 
@@ -58,6 +60,7 @@ class _RankFile:
     arguments: Mapping[str, Any]
     stages: list[dict[str, TensorRef]] = field(default_factory=list)
     nbytes: int = 0
+    form: str = ""
 
 
 def read_ranks(tree: ByteTree, table: FileTable) -> Raw:
@@ -69,6 +72,7 @@ def read_ranks(tree: ByteTree, table: FileTable) -> Raw:
     arguments = files[0].arguments
     grid = {file.at: file for file in files}
     _require_grid(grid, arguments, tree)
+    _require_own_files(files, tree)
     raw.facts |= facts_of(arguments)
     raw.facts.setdefault("ranks", len(files))
     if any(file.at[0] for file in files):
@@ -105,6 +109,7 @@ def _read(tree: ByteTree, name: str, table: FileTable, raw: Raw) -> _RankFile:
         msg = f"{source.where} holds no state dict of a model"
         raise CorruptCheckpointError(msg, hint="it is no Megatron checkpoint, or of a form that is not known here")
     file = _RankFile(name, (0, 0, 0), arguments, nbytes=source.file.metadata_nbytes)
+    file.form = source.file.producer.get("form", "")
     for state in states:
         if isinstance(state.get("language_model"), dict) or "encoder" in state or "transformer" in state:
             file.stages.append(classic_tensors(state, arguments, version, source, raw.ignored))
@@ -181,6 +186,29 @@ def _require_grid(grid: Mapping[Coordinates, _RankFile], arguments: Mapping[str,
     if missing:
         msg = f"{tree.label} lacks the files of ranks: {listed(missing, most=4)} (it has {len(grid)} files)"
         raise IncompleteShardsError(msg, hint=_COPY)
+
+
+def _require_own_files(files: Sequence[_RankFile], tree: ByteTree) -> None:
+    """No two ranks with pieces of their own have one and the same file: equal zip directories with their checksums,
+    and equal bytes in samples (checksums can be switched off when torch saves).
+    """
+    seen: dict[tuple[int, bytes], _RankFile] = {}
+    for file in files:
+        if file.form != "zip":
+            continue
+        size = tree.files[file.name].nbytes
+        other = seen.setdefault((size, read_raw_directory(tree, file.name).data), file)
+        if other is file or (other.at[:2] == file.at[:2] and not any(map(_local_experts, file.stages))):
+            continue  # expert ranks of a stage without experts are copies
+        places = [size * k // _SAMPLES for k in range(_SAMPLES)]
+        if all(
+            tree.read(file.name, at, min(_SAMPLE, size - at)) == tree.read(other.name, at, min(_SAMPLE, size - at))
+            for at in places
+        ):
+            msg = f"{tree.label}: {other.name} and {file.name} are the same file, each rank has one of its own"
+            raise CorruptCheckpointError(
+                msg, hint="one was copied over the other: copy the folders of both ranks again"
+            )
 
 
 def _expert_parts(arguments: Mapping[str, Any], tensor: int, tree: ByteTree) -> int:
