@@ -250,6 +250,7 @@ def test_missing_config(own_ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert "config.json" not in os.listdir(tmp_path / "bare")
 
 
+@pytest.mark.slow
 def test_another_partial_folder(ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Begun with other options: refused by merge and plan with the difference, and --restart begins anew."""
     out = tmp_path / "out"

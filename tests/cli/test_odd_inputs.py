@@ -155,6 +155,7 @@ class TestPlanOfAnInterruptedRun:
         command = [sys.executable, "-c", program, str(ckpt), str(out), "-q", *words]
         assert subprocess.run(command, check=False).returncode == 9
 
+    @pytest.mark.slow
     def test_it_tells_that_the_merge_would_continue(self, ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
         out = tmp_path / "out"
         self.begun(ckpt, out, "finalize")
@@ -183,6 +184,7 @@ class TestPlanOfAnInterruptedRun:
             for command in ("plan", "merge"):
                 tool(command, ckpt, tmp_path / "out").refused(1, "another merge-stream", "wait for it to end")
 
+    @pytest.mark.slow
     def test_a_finished_model_that_waits_for_its_move(self, ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
         """Told, and left for the merge to do."""
         out = tmp_path / "out"
@@ -197,6 +199,7 @@ class TestPlanOfAnInterruptedRun:
         assert ended.code == 0
         assert "note: an earlier run was ended" in ended.err
 
+    @pytest.mark.slow
     def test_its_side_files_are_those_of_the_merge(self, ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
         for more in ([], ["--no-model-card", "--max-shard-size", "9kB"], ["--no-config"]):
             planned = tool("plan", ckpt, tmp_path / "out", "--json", *more).json

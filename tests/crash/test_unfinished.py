@@ -40,6 +40,7 @@ def killed(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return folder
 
 
+@pytest.mark.slow
 def test_no_command_takes_it(killed: Path, small: Small) -> None:
     told = "that has not ended wrote so far"
     assert set(WORK_FILES) < set(os.listdir(killed / "out.partial"))
@@ -56,6 +57,7 @@ def test_no_command_takes_it(killed: Path, small: Small) -> None:
     assert not (killed / "copy").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_beside_it_is_found_and_the_same_commands_go_on(killed: Path, small: Small) -> None:
     shutil.copytree(small.ckpt, killed / "ckpt")
     assert "in ckpt/ below" in tool("inspect", killed).out

@@ -91,7 +91,8 @@ PICKLES = {
 }
 
 CASES = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("nones", "gaps in the memo") else name for name in PICKLES
+    pytest.param(name, marks=pytest.mark.slow) if name in {"nones", "gaps in the memo", "memo", "lists"} else name
+    for name in PICKLES
 ]
 
 

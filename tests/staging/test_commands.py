@@ -33,6 +33,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder / "ckpt"
 
 
+@pytest.mark.slow
 def test_one_store_gives_the_models_of_direct_merges_in_every_type(ranks: pathlib.Path, tmp_path: pathlib.Path) -> None:
     store = tmp_path / "store"
     ended = tool("stage", ranks, store, "--json")
@@ -68,6 +69,7 @@ def test_a_kept_store_serves_again(ranks: pathlib.Path, tmp_path: pathlib.Path) 
     assert len(zarr.open_group(tmp_path / "store", mode="r")) == len(LLAMA)
 
 
+@pytest.mark.slow
 def test_staging_again_is_no_error_and_another_checkpoint_is_one(
     ranks: pathlib.Path, llama: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -93,6 +95,7 @@ def test_an_empty_folder_becomes_the_store(ranks: pathlib.Path, tmp_path: pathli
     assert not [name for name in os.listdir(tmp_path / "out") if name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_inspect_and_plan_know_a_store(ranks: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert tool("stage", ranks, tmp_path / "store", "-q").code == 0
     assert "zarr_store" in tool("inspect", tmp_path / "store").out
@@ -138,6 +141,7 @@ def test_a_store_remembers_what_a_cast_must_leave_wide(tmp_path: pathlib.Path) -
     assert found["model.norm.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_written_on_request_only(tmp_path: pathlib.Path) -> None:
     ckpt = tmp_path / "ckpt"
     ckpt.mkdir()

@@ -92,6 +92,7 @@ def test_a_store_of_another_version_is_refused(own_store: pathlib.Path, tmp_path
     tool("finalize", own_store, tmp_path / "out", *FINALIZE).refused(1, "version 2", "known is 1")
 
 
+@pytest.mark.slow
 def test_side_files_are_sealed(llama: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert tool("stage", llama, tmp_path / "store", "-q").code == 0
     side = tmp_path / "store" / "side_files"
