@@ -29,6 +29,8 @@ LAYERS = (
         "benchmark",
         "job",
         "cli",
+        "cli_bench",
+        "cli_words",
         "cli_frame",
         "cli_options",
         "console",

@@ -9,17 +9,16 @@ mismatch, 4 memory or disk does not suffice, 5 input incomplete or corrupt, 130 
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from merge_stream import cli_options as opt
+from merge_stream.cli_bench import bench
 from merge_stream.cli_frame import exit_code_of, full_disk, running, show
+from merge_stream.cli_words import Commands
 from merge_stream.errors import OutputExistsError, UsageError
 from merge_stream.units import counted
 
@@ -31,51 +30,8 @@ __all__ = ["app", "run"]
 _SETTINGS = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda token: token.replace("_", "-")}
 
 
-class _Commands(click.Group):
-    """A first word that is no command means `merge`; options may stand before the word."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in {"-h", "--help", "--version"}:
-            at = self._first_word(args)
-            word = args[at] if at is not None else ""
-            if at is not None and word in self.commands:
-                args = [word, *args[:at], *args[at + 1 :]]
-            else:
-                _refuse_near_miss(word, self.commands)
-                args = ["merge", *args]
-        return super().parse_args(ctx, args)
-
-    def _first_word(self, args: Sequence[str]) -> int | None:
-        """Index of the first argument that is neither an option nor the value of one."""
-        valued = {
-            name
-            for command in self.commands.values()
-            for option in command.params
-            if isinstance(option, click.Option) and not option.is_flag
-            for name in option.opts
-        }
-        skip = False
-        for at, text in enumerate(args):
-            if skip or (text.startswith("-") and text != "--"):
-                skip = not skip and text.replace("_", "-") in valued
-            else:
-                return at + 1 if text == "--" and at + 1 < len(args) else at
-        return None
-
-
-def _refuse_near_miss(word: str, commands: Iterable[str]) -> None:
-    """UsageError when `word` is no path but much like a command."""
-    if not word or os.path.lexists(word) or os.sep in word:
-        return
-    close = difflib.get_close_matches(word, [*commands, "help", "version"], n=1)
-    if close:
-        meant = f"--{close[0]}" if close[0] in {"help", "version"} else close[0]
-        msg = f"there is no command `{word}`, and no folder of that name"
-        raise UsageError(msg, hint=f"did you mean `merge-stream {meant}`? A merge is: merge-stream CKPT OUT")
-
-
 @click.group(
-    cls=_Commands,
+    cls=Commands,
     context_settings=_SETTINGS,
     epilog="`merge-stream CKPT OUT` is short for `merge-stream merge CKPT OUT`.",
 )
@@ -393,54 +349,7 @@ def _verify(  # noqa: PLR0917 - one call's facts
         raise SystemExit(3)
 
 
-@app.command(short_help="Measure this machine with a synthetic checkpoint.")
-@click.option("--shape", default="llama-1b", show_default=True, metavar="NAME", help="Model whose shapes it has.")
-@click.option("--ranks", type=click.IntRange(1, 4096), default=8, show_default=True, help="Ranks that wrote it.")
-@click.option(
-    "--sharding",
-    type=click.Choice(["fsdp2", "shard1", "hsdp", "tp", "dcp"]),
-    default="fsdp2",
-    show_default=True,
-    help="How it is cut.",
-)
-@click.option("--scale", type=click.FloatRange(0.001, 100), default=1.0, help="Layers and vocabulary times this.")
-@click.option("--dtype", type=click.Choice(["keep", "bf16", "fp16"]), default="bf16", show_default=True)
-@click.option("--max-mem", default="2G", show_default=True, metavar="SIZE", help="Of each merge.")
-@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True)
-@click.option(
-    "--work", type=opt.WORDS, metavar="DIR", help="Folder on the disk to measure; default: the temporary one."
-)
-@click.option("--baseline", type=opt.WORDS, metavar="FILE", help="Exit 1 when this run is worse than the ratios there.")
-@click.option("--tolerance", type=click.FloatRange(min=1), default=1.25, show_default=True, help="How much worse.")
-@click.option("--write-baseline", type=opt.WORDS, metavar="FILE", help="Write the ratios of this run.")
-@opt.output
-def bench(**given: Any) -> None:  # noqa: ANN401
-    """Make a synthetic sharded checkpoint, merge it, and compare with the floor of the disk.
-
-    Exit code 1 when a ratio is worse than --baseline allows, or a value is wrong.
-    """
-    import pathlib
-    import tempfile
-
-    from merge_stream.benchmark.run import Bench, compare_with, load, measure
-    from merge_stream.benchmark.shapes import SHAPES
-    from merge_stream.console import Console
-
-    if given["shape"] not in SHAPES:
-        msg = f"there is no shape {given['shape']!r}"
-        raise UsageError(msg, hint=f"choose one of: {', '.join(SHAPES)}")
-    words = ("shape", "ranks", "scale", "dtype", "max_mem", "rounds")
-    wanted = Bench(layout=given["sharding"], **{word: given[word] for word in words})
-    before = load(given["baseline"]) if given["baseline"] else None
-    with Console(quiet=given["quiet"], allowed=0) as console, tempfile.TemporaryDirectory(dir=given["work"]) as folder:
-        found = measure(wanted, pathlib.Path(folder), console.line)
-    worse = compare_with(before, found, given["tolerance"]) if before is not None else []
-    given["quiet"] = given["quiet"] and not worse
-    show(given, {"ok": not worse, **found.as_json(), "worse": worse}, [*found.lines(), *worse])
-    if given["write_baseline"]:
-        pathlib.Path(given["write_baseline"]).write_text(json.dumps(found.as_json(), indent=2) + "\n", encoding="utf-8")
-    if worse:
-        raise SystemExit(1)
+app.add_command(bench)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -296,7 +296,7 @@ def merge_options(given: Mapping[str, Any], *, default_dtype: Literal["keep", "b
         io=given["io"],
         staging=_staging(given),
         keep_store=given.get("keep_store"),
-        sparse=_sparse(given),
+        sparse=given.get("sparse", False),
     )
 
 
@@ -322,17 +322,12 @@ def _quantize_ignore(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(given["quantize_ignore"])
 
 
-def _sparse(given: Mapping[str, Any]) -> bool:
-    """`--sparse`; UsageError through a store, whose chunks are compressed as a whole or not at all."""
-    if given.get("sparse") and given.get("staging") == "zarr":
+def _staging(given: Mapping[str, Any]) -> StagingName:
+    """`--staging`; UsageError for what has no meaning with or without a store."""
+    name: StagingName = given.get("staging") or "direct"
+    if given.get("sparse") and name == "zarr":
         msg = "--sparse leaves holes in the files of the model, and --staging zarr writes a store first"
         raise UsageError(msg, hint="leave one of them out")
-    return bool(given.get("sparse"))
-
-
-def _staging(given: Mapping[str, Any]) -> StagingName:
-    """`--staging`; UsageError when a store is to be kept and none is made."""
-    name: StagingName = given.get("staging") or "direct"
     if given.get("keep_store") and name != "zarr":
         msg = "--keep-store names the folder of a store, and none is made"
         raise UsageError(msg, hint="add --staging zarr")

@@ -279,5 +279,6 @@ def load(path: str) -> dict[str, Any]:
         msg = f"the baseline {path} cannot be read: {error}"
         raise UsageError(msg, hint="write one with --write-baseline FILE") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{path} is no baseline: it holds a {type(found).__name__}")
+        msg = f"{path} is no baseline: it holds a {type(found).__name__}"
+        raise UsageError(msg, hint="write one with --write-baseline FILE")
     return found

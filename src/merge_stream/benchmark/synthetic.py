@@ -129,9 +129,6 @@ def make_checkpoint(
     return Synthetic(folder, model, values, nbytes)
 
 
-# ------------------------------------------------------------------------------------- rank files
-
-
 def _write_rank_files(
     folder: pathlib.Path, model: Model, values: Values, *, dtype: str, ranks: int, layout: str
 ) -> None:
@@ -243,9 +240,6 @@ def _placer(layout: str, ranks: int) -> Callable[[str, tuple[int, ...]], _Placed
     return two_dims
 
 
-# -------------------------------------------------------------------------------------------- DCP
-
-
 def _write_dcp(folder: pathlib.Path, model: Model, values: Values, dtype: str, ranks: int) -> None:
     """What `dcp.save` does on `ranks` ranks, each step for all ranks in turn; data is made when it is written."""
     import torch
@@ -290,9 +284,6 @@ def _write_dcp(folder: pathlib.Path, model: Model, values: Values, dtype: str, r
         with as_rank(rank, ranks):
             results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
     writer.finish(metadata, results)
-
-
-# ------------------------------------------------------------------------------------------- full
 
 
 def _write_full(path: pathlib.Path, model: Model, values: Values, dtype: str) -> None:
@@ -364,9 +355,6 @@ def _fill(file: BinaryIO, record: _Record, name: str, shape: tuple[int, ...], va
         file.write(struct.pack("<I", checksum))
     file.seek(record.checksum_offset)
     file.write(struct.pack("<I", checksum))
-
-
-# ------------------------------------------------------------------------------------ command line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
