@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import pathlib
 import sys
 
 import pytest
@@ -32,6 +34,23 @@ def test_without_transformers_it_tells_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert dry_run({"model.norm.weight": (8,)}, ModelInfo(CONFIG)) is None
     assert "HF_HUB_OFFLINE" not in os.environ, "an upload that follows must reach the Hub"
+
+
+@pytest.mark.parametrize("version", ["none", "4"])
+def test_without_transformers_5_torch_is_not_imported(
+    version: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is told at once: importing torch alone takes seconds."""
+    if version == "4":  # has no conversion_mapping
+        (tmp_path / "transformers").mkdir()
+        (tmp_path / "transformers/__init__.py").write_text("raise AssertionError('imported')")
+    path = [str(tmp_path), *(p for p in sys.path if not pathlib.Path(p, "transformers").exists())]
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert (importlib.util.find_spec("transformers") is None) == (version == "none")
+    assert dry_run({"model.norm.weight": (8,)}, ModelInfo(CONFIG)) is None
+    assert "torch" not in sys.modules
 
 
 def test_with_transformers_5_it_is_the_table() -> None:

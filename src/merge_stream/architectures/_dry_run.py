@@ -10,11 +10,13 @@ whose source, offset, sizes and strides are the take. No code of a repository is
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo, class_names
@@ -28,8 +30,19 @@ Ints = tuple[int, ...]
 
 def dry_run(shapes: Mapping[str, Ints], model: ModelInfo) -> Converted | None:
     """The names and takes that transformers itself would save; None when it is absent or cannot tell."""
+    if not _installed():
+        return None
     with _offline():
         return _dry_run(shapes, model)
+
+
+def _installed() -> bool:
+    """True where transformers 5 and torch can be imported; imports neither, so that a refusal is told at once."""
+    found = importlib.util.find_spec("transformers")
+    folders = found.submodule_search_locations if found is not None else None
+    if not folders or PathFinder.find_spec("transformers.conversion_mapping", folders) is None:
+        return False
+    return importlib.util.find_spec("torch") is not None
 
 
 def _dry_run(shapes: Mapping[str, Ints], model: ModelInfo) -> Converted | None:
