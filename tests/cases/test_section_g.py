@@ -308,6 +308,7 @@ def test_case_083_experts_over_expert_and_expert_tensor_ranks(
     of = Llama(**MIXTURE)
     tensors, whole, experts = mixture(of)
     states: dict[tuple[int, ...], Tensors] = {}
+    processes: dict[tuple[int, ...], int] = {}
     for process in range(max(tensor, expert * expert_tensor)):
         at, e_rank, part = process % tensor, process // expert_tensor % expert, process % expert_tensor
         state = {name: tensor_part(name, value, at, tensor) for name, value in whole.items()}
@@ -318,13 +319,14 @@ def test_case_083_experts_over_expert_and_expert_tensor_ranks(
                 name = f"decoder.layers.0.mlp.experts.{name}" + (".weight" if spelling == "sequential" else "")
                 state[name] = tensor_part(f"linear_fc{n + 1}.weight", value, part, expert_tensor)
         states[(at, e_rank) if expert > 1 else (at,)] = state
+        processes[(at, e_rank) if expert > 1 else (at,)] = process
     sizes = {
         "tensor_model_parallel_size": tensor,
         "expert_model_parallel_size": expert,
         "expert_tensor_parallel_size": expert_tensor,
         "num_experts": 4,
     }
-    write_ranks(tmp_path, states, arguments(of, **sizes), of.config)
+    write_ranks(tmp_path, states, arguments(of, **sizes), of.config, processes)
     report = merged(tmp_path, check_replicas=True)
     assert not report.warnings
     assert_holds(tmp_path / "out", tensors)

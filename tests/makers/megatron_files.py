@@ -137,8 +137,12 @@ def write_ranks(
     states: Mapping[Sequence[int], Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]],
     arguments: Mapping[str, Any],
     config: Mapping[str, Any],
+    processes: Mapping[Any, int] | None = None,
 ) -> pathlib.Path:
-    """Keys are (tensor[, pipeline][, expert]) ranks; a state dict each, or one for each virtual stage."""
+    """Keys are (tensor[, pipeline][, expert]) ranks; a state dict each, or one for each virtual stage.
+
+    `processes` are the numbers (`args.rank`) of those that wrote them.
+    """
     for at, state in states.items():
         name = "_".join(f"{number:02d}" if k == 0 else f"{number:03d}" for k, number in enumerate(at))
         place = folder / "ckpt" / STEP / f"mp_rank_{name}"
@@ -146,7 +150,8 @@ def write_ranks(
         models = {"model": dict(state)} if isinstance(state, Mapping) else {}
         if not isinstance(state, Mapping):
             models = {f"model{k}": dict(one) for k, one in enumerate(state)}
-        root = {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 100, **models}
+        own = {} if processes is None else {"rank": processes[at]}
+        root = {"args": argparse.Namespace(**arguments, **own), "checkpoint_version": 3.0, "iteration": 100, **models}
         torch.save(root, place / "model_optim_rng.pt")
     (folder / "ckpt" / "latest_checkpointed_iteration.txt").write_text("100")
     write_config(folder, config)

@@ -32,6 +32,7 @@ __all__ = [
 
 Ints = tuple[int, ...]
 Shapes = Mapping[str, Ints]
+_OTHER = "config.json is of another model (pass the right --base-model), or files of tensor-parallel ranks are missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class QkvGroups:
                 rows, needed = shape[0] if shape else 0, groups * parts * width
                 told = f"{queries} query heads and {groups} groups of {width}"
                 msg = f"{name} has {rows} rows, the config's {told} need {needed}"
-                raise CheckpointError(msg, hint="config.json belongs to another model: pass the right --base-model")
+                raise CheckpointError(msg, hint=_OTHER)
             holes = match.groupdict()
             split = (groups, parts, width)
             key = _turned if self.turned else _rows
@@ -254,7 +255,7 @@ class DeltaNet:
             if len(shape) != 2 or shape[0] != needed:
                 told = f"{self.key_heads} x {self.key_width} and {self.value_heads} x {self.value_width}"
                 msg = f"{name} is {list(shape)}, the config's heads ({told}) need {needed} rows"
-                raise CheckpointError(msg, hint="config.json belongs to another model: pass the right --base-model")
+                raise CheckpointError(msg, hint=_OTHER)
             holes = match.groupdict()
             first = self._by_head(filled(self.qkvz, holes), name, shape[1], wide, 0)
             second = self._by_head(filled(self.ba, holes), name, shape[1], (share, share), self.key_heads * sum(wide))
@@ -294,7 +295,7 @@ class QkvConcat:
                 continue
             if not shape or shape[0] != (queries + 2 * groups) * width:
                 msg = f"{name} has the shape {list(shape)}, the config says {queries} and {groups} heads of {width}"
-                raise CheckpointError(msg, hint="config.json belongs to another model: pass the right --base-model")
+                raise CheckpointError(msg, hint=_OTHER)
             split, rest = (groups, share + 2, width), shape[1:]
             none = (0,) * len(rest)
             takes, at = [], 0

@@ -32,8 +32,8 @@ _PREFIX = re.compile(
 )
 _STACKED = re.compile(r"((?:language_model\.|vision_model\.)?decoder\.layers)\.(?!\d)(.+)")
 _EXPERT = re.compile(
-    r"(?P<at>.+\.mlp\.experts)\.(?:experts\.|local_experts\.)(?P<e>\d+)\.(?P<part>linear_fc[12])\.(?P<leaf>weight|bias)(?P<half>_[wv])?"
-    r"|(?P<at2>.+\.mlp\.experts)\.(?P<part2>linear_fc[12])\.(?P<leaf2>weight|bias)(?P<e2>\d+)(?P<half2>_[wv])?"
+    r"(?P<at>.+\.mlp\.experts)\.(?:experts\.|local_experts\.)(?P<e>\d{1,6})\.(?P<part>linear_fc[12])\.(?P<leaf>weight|bias)(?P<half>_[wv])?"
+    r"|(?P<at2>.+\.mlp\.experts)\.(?P<part2>linear_fc[12])\.(?P<leaf2>weight|bias)(?P<e2>\d{1,6})(?P<half2>_[wv])?"
 )
 _HALF = re.compile(r"(?P<whole>.+\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])")
 _NORMS = (
@@ -63,7 +63,7 @@ _NOISE = (
 _KNOWN = re.compile(
     r"(self_attention\.linear_qkv|mlp\.linear_fc1|mlp\.experts\.|embedding\.word_embeddings|linear_kv_down_proj)\b"
 )
-_LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(decoder\.layers)\.(\d{1,6})\.(.+)")
 _MIXED = "files of two saves are mixed, or a save did not finish"
 
 
@@ -217,7 +217,7 @@ def _joined_experts(tensors: dict[str, TensorRef]) -> dict[str, TensorRef]:
         at, part, leaf = (match[key] or match[f"{key}2"] for key in ("at", "part", "leaf"))
         stacks.setdefault(f"{at}.{part}.{leaf}", {})[int(match["e"] or match["e2"])] = tensor
     for name, experts in stacks.items():
-        missing = sorted(set(range(max(experts) + 1)) - set(experts))
+        missing = [k for k in range(max(experts) + 1) if k not in experts]
         if missing:
             msg = f"{name}: experts {missing[:8]} are missing, {len(experts)} are there"
             raise IncompleteShardsError(msg, hint="copy the files of all expert-parallel ranks")

@@ -18,12 +18,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.containers.torch_tensor import plain_tensor
-from merge_stream.containers.torch_zip import read_raw_directory
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
 from merge_stream.formats._deepspeed_local import plain_ref
@@ -31,6 +29,14 @@ from merge_stream.formats._deepspeed_states import StatesFile
 from merge_stream.formats._megatron_classic import classic_tensors
 from merge_stream.formats._megatron_names import noise_of
 from merge_stream.formats._megatron_raw import GATES, Raw, arguments_of, facts_of
+from merge_stream.formats._megatron_saves import (
+    LOCAL_EXPERT,
+    Coordinates,
+    RankFile,
+    local_experts,
+    require_one_save,
+    require_places,
+)
 from merge_stream.formats._megatron_tp import grouped_stack, has_gates, join_parts
 from merge_stream.formats._stored_checksums import ZipRecords
 from merge_stream.storage.base import ByteTree
@@ -40,27 +46,13 @@ from merge_stream.tensors.tables import stacked
 __all__ = ["read_ranks"]
 
 _FILE = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/(?:model_optim_rng|model)\.pt")
-_MODEL = re.compile(r"model(\d*)")
-_LAYER = re.compile(r"(?P<stem>(?:language_model\.)?decoder\.layers)\.(?P<n>\d+)\.(?P<rest>.+)")
-_EXPERT = re.compile(
-    r"(?P<head>.*\.mlp\.experts\.local_experts\.)(?P<e>\d+)(?P<tail>\..+)"
-    r"|(?P<head2>.*\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(?P<e2>\d+)(?P<tail2>)"
-)
+_MODEL = re.compile(r"model(\d{0,3})")
+_LAYER = re.compile(r"(?P<stem>(?:language_model\.)?decoder\.layers)\.(?P<n>\d{1,6})\.(?P<rest>.+)")
+_MOST_RANKS = 1 << 20
+_FIRST = re.compile(r"(language_model\.)?embedding\.word_embeddings\.weight")
+_LAST = re.compile(r"(language_model\.)?decoder\.final_(layernorm|norm)\.weight")
+_ORDER = "folders of stages were exchanged, or are of two saves: copy the folders of all ranks again"
 _COPY = "copy the folders of all ranks here; if they lie on other nodes, name each node's folder with --input"
-_SAMPLES, _SAMPLE = 16, 4 << 10  # how many parts of two files are compared, bytes of each
-Coordinates = tuple[int, int, int]
-
-
-@dataclass(slots=True, eq=False)
-class _RankFile:
-    """One rank: (tensor, pipeline, expert), arguments, tensors of each virtual stage."""
-
-    name: str
-    at: Coordinates
-    arguments: Mapping[str, Any]
-    stages: list[dict[str, TensorRef]] = field(default_factory=list)
-    nbytes: int = 0
-    form: str = ""
 
 
 def read_ranks(tree: ByteTree, table: FileTable) -> Raw:
@@ -71,8 +63,9 @@ def read_ranks(tree: ByteTree, table: FileTable) -> Raw:
     _place(files, [match.groups() for match in names.values()], tree)
     arguments = files[0].arguments
     grid = {file.at: file for file in files}
+    require_one_save(files, tree)
     _require_grid(grid, arguments, tree)
-    _require_own_files(files, tree)
+    require_places(files, tree)
     raw.facts |= facts_of(arguments)
     raw.facts.setdefault("ranks", len(files))
     if any(file.at[0] for file in files):
@@ -91,16 +84,18 @@ def read_ranks(tree: ByteTree, table: FileTable) -> Raw:
     return raw
 
 
-def _read(tree: ByteTree, name: str, table: FileTable, raw: Raw) -> _RankFile:
+def _read(tree: ByteTree, name: str, table: FileTable, raw: Raw) -> RankFile:
     source = StatesFile(name, table.index(name), open_torch_file(tree, name))
     root = source.file.root
     arguments: Mapping[str, Any] = {}
+    iteration: Any = None
     if isinstance(root, list):  # verl, spring of 2025: a state dict for each virtual stage
         states, version = root, 3.0
     elif isinstance(root, dict):
         keys = [key for key in root if isinstance(key, str) and _MODEL.fullmatch(key)]
         keys.sort(key=lambda key: int(key[5:] or 0))
         states, arguments = [root[key] for key in keys], arguments_of(root.get("args"))
+        iteration = root.get("iteration")
         stated = root.get("checkpoint_version", 0)
         version = float(stated) if isinstance(stated, (int, float)) else 0.0
     else:
@@ -108,7 +103,7 @@ def _read(tree: ByteTree, name: str, table: FileTable, raw: Raw) -> _RankFile:
     if not states or not all(isinstance(state, dict) for state in states):
         msg = f"{source.where} holds no state dict of a model"
         raise CorruptCheckpointError(msg, hint="it is no Megatron checkpoint, or of a form that is not known here")
-    file = _RankFile(name, (0, 0, 0), arguments, nbytes=source.file.metadata_nbytes)
+    file = RankFile(name, (0, 0, 0), arguments, iteration, nbytes=source.file.metadata_nbytes)
     file.form = source.file.producer.get("form", "")
     for state in states:
         if isinstance(state.get("language_model"), dict) or "encoder" in state or "transformer" in state:
@@ -136,7 +131,7 @@ def _plain(state: Mapping[Any, Any], source: StatesFile, raw: Raw) -> dict[str, 
 # --------------------------------------------------------------------------------------- coordinates
 
 
-def _place(files: Sequence[_RankFile], numbers: Sequence[tuple[Any, ...]], tree: ByteTree) -> None:
+def _place(files: Sequence[RankFile], numbers: Sequence[tuple[Any, ...]], tree: ByteTree) -> None:
     """Coordinates of each file; the second of two numbers is a pipeline or an expert rank."""
     counts = {sum(part is not None for part in parts) for parts in numbers}
     if len(counts) > 1:
@@ -148,7 +143,7 @@ def _place(files: Sequence[_RankFile], numbers: Sequence[tuple[Any, ...]], tree:
         file.at = (tensor, 0, second) if is_expert else (tensor, second, third)
 
 
-def _second_is_expert(files: Sequence[_RankFile], numbers: Sequence[tuple[Any, ...]]) -> bool:
+def _second_is_expert(files: Sequence[RankFile], numbers: Sequence[tuple[Any, ...]]) -> bool:
     arguments = files[0].arguments
     stages, experts = arguments.get("pipeline_model_parallel_size"), arguments.get("expert_model_parallel_size")
     if type(stages) is int and stages > 1:
@@ -160,7 +155,7 @@ def _second_is_expert(files: Sequence[_RankFile], numbers: Sequence[tuple[Any, .
     return len(first) > 1 and all(embeddings)
 
 
-def _require_grid(grid: Mapping[Coordinates, _RankFile], arguments: Mapping[str, Any], tree: ByteTree) -> None:
+def _require_grid(grid: Mapping[Coordinates, RankFile], arguments: Mapping[str, Any], tree: ByteTree) -> None:
     """All ranks are there; the arguments tell how many, else the numbers in the names."""
 
     def size(key: str, axis: int) -> int:
@@ -170,8 +165,13 @@ def _require_grid(grid: Mapping[Coordinates, _RankFile], arguments: Mapping[str,
 
     tensor, stages = size("tensor_model_parallel_size", 0), size("pipeline_model_parallel_size", 1)
     experts = size("expert_model_parallel_size", 2)
-    missing = [f"tensor {t} pipeline {p}" for t in range(tensor) for p in range(stages) if not _any(grid, t, p)]
-    missing += [f"expert {e} pipeline {p}" for e in range(experts) for p in range(stages) if not _any(grid, None, p, e)]
+    if tensor * stages * experts > _MOST_RANKS:
+        msg = f"{tree.label} has {len(grid)} files, and names or arguments tell {tensor} tensor-parallel ranks"
+        raise CorruptCheckpointError(f"{msg} x {stages} stages x {experts} expert ranks", hint="no job has as many")
+    of_stage, of_expert = {at[:2] for at in grid}, {at[1:] for at in grid}
+    missing = [f"tensor {t} pipeline {p}" for t in range(tensor) for p in range(stages) if (t, p) not in of_stage]
+    held = sorted({stage for _, stage in of_stage})
+    missing += [f"expert {e} pipeline {p}" for e in range(experts) for p in held if (p, e) not in of_expert]
     parts = _expert_parts(arguments, tensor, tree)
     full = {(t, e) for t in range(tensor) for e in range(experts)}
     for stage in range(stages) if not missing else ():
@@ -188,29 +188,6 @@ def _require_grid(grid: Mapping[Coordinates, _RankFile], arguments: Mapping[str,
         raise IncompleteShardsError(msg, hint=_COPY)
 
 
-def _require_own_files(files: Sequence[_RankFile], tree: ByteTree) -> None:
-    """No two ranks with pieces of their own have one and the same file: equal zip directories with their checksums,
-    and equal bytes in samples (checksums can be switched off when torch saves).
-    """
-    seen: dict[tuple[int, bytes], _RankFile] = {}
-    for file in files:
-        if file.form != "zip":
-            continue
-        size = tree.files[file.name].nbytes
-        other = seen.setdefault((size, read_raw_directory(tree, file.name).data), file)
-        if other is file or (other.at[:2] == file.at[:2] and not any(map(_local_experts, file.stages))):
-            continue  # expert ranks of a stage without experts are copies
-        places = [size * k // _SAMPLES for k in range(_SAMPLES)]
-        if all(
-            tree.read(file.name, at, min(_SAMPLE, size - at)) == tree.read(other.name, at, min(_SAMPLE, size - at))
-            for at in places
-        ):
-            msg = f"{tree.label}: {other.name} and {file.name} are the same file, each rank has one of its own"
-            raise CorruptCheckpointError(
-                msg, hint="one was copied over the other: copy the folders of both ranks again"
-            )
-
-
 def _expert_parts(arguments: Mapping[str, Any], tensor: int, tree: ByteTree) -> int:
     """Over how many tensor-parallel ranks an expert is cut, by the arguments; 0 where they do not tell."""
     parts = arguments.get("expert_tensor_parallel_size")
@@ -224,17 +201,11 @@ def _expert_parts(arguments: Mapping[str, Any], tensor: int, tree: ByteTree) -> 
     return parts
 
 
-def _any(grid: Mapping[Coordinates, _RankFile], tensor: int | None, stage: int, expert: int | None = None) -> bool:
-    return any(
-        (tensor is None or at[0] == tensor) and at[1] == stage and (expert is None or at[2] == expert) for at in grid
-    )
-
-
 # --------------------------------------------------------------------------------------- joining
 
 
 def _joined(
-    grid: Mapping[Coordinates, _RankFile], arguments: Mapping[str, Any], tree: ByteTree
+    grid: Mapping[Coordinates, RankFile], arguments: Mapping[str, Any], tree: ByteTree
 ) -> Iterator[tuple[str, TensorRef]]:
     """Every tensor with its global name, virtual stage by virtual stage."""
     counts = {len(file.stages) for file in grid.values()}
@@ -242,6 +213,7 @@ def _joined(
         msg = f"{tree.label}: ranks have {sorted(counts)} virtual stages"
         raise CorruptCheckpointError(msg, hint="files of two saves are mixed")
     first_layer = 0
+    first = last = -1  # stages that hold the embedding and the norm behind all layers
     for virtual in range(counts.pop()):
         for stage in range(max(at[1] for at in grid) + 1):
             here = {(at[0], at[2]): file.stages[virtual] for at, file in sorted(grid.items()) if at[1] == stage}
@@ -250,7 +222,20 @@ def _joined(
                 msg = f"{tree.label}: pipeline stage {stage} holds layers {sorted(numbers)[:8]}, wanted 0 and up"
                 raise CorruptCheckpointError(msg, hint="files of two saves are mixed")
             yield from _stage(here, arguments, first_layer, tree)
+            if numbers and last >= 0:
+                msg = f"pipeline stage {last} holds the last norm, and stage {stage} holds layers behind it"
+                raise CorruptCheckpointError(f"{tree.label}: {msg}", hint=_ORDER)
+            if first < 0 and _holds(_FIRST, here):
+                first = stage
+                if first_layer:
+                    msg = f"pipeline stage {stage} holds the embedding, and stages before it hold {first_layer} layers"
+                    raise CorruptCheckpointError(f"{tree.label}: {msg}", hint=_ORDER)
+            last = stage if _holds(_LAST, here) else last
             first_layer += len(numbers)
+
+
+def _holds(what: re.Pattern[str], here: Mapping[tuple[int, int], Mapping[str, TensorRef]]) -> bool:
+    return any(what.fullmatch(name) for part in here.values() for name in part)
 
 
 def _stage(
@@ -266,9 +251,9 @@ def _stage(
     own: dict[str, dict[int, list[TensorRef]]] = {}
     grouped: dict[str, dict[int, dict[int, TensorRef]]] = {}
     for (tensor, expert), part in here.items():
-        local = _local_experts(part)
+        local = local_experts(part)
         for name, ref in part.items():
-            if match := _EXPERT.fullmatch(name):
+            if match := LOCAL_EXPERT.fullmatch(name):
                 number = expert * local + int(match["e"] or match["e2"])
                 head, tail = match["head"] or match["head2"], match["tail"] or match["tail2"]
                 own.setdefault(f"{head}{number}{tail}", {}).setdefault(tensor % cut, []).append(ref)
@@ -317,11 +302,6 @@ def _grouped(
         msg = f"{tree.label}: {name} is cut over tensor-parallel ranks as well, which is not known for grouped weights"
         raise UnsupportedError(msg, hint="save a distributed checkpoint (--ckpt-format torch_dist)")
     return grouped_stack(name, [by_expert[e][0] for e in range(experts)], arguments, tree.label)
-
-
-def _local_experts(part: Mapping[str, TensorRef]) -> int:
-    """How many experts a rank holds."""
-    return max((int(m["e"] or m["e2"]) + 1 for name in part if (m := _EXPERT.fullmatch(name))), default=0)
 
 
 def _global(name: str, first_layer: int) -> str:
