@@ -41,6 +41,7 @@ LAYERS = (
         "prediction",
         "vocabulary",
         "preflight",
+        "steps",
         "store_job",
         "through_store",
         "verl_spelling",

@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from merge_stream.api import Job, make_plan
 from merge_stream.engine.events import Observer
 from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.journal import read_journal
 from merge_stream.engine.staging import belongs_to
 from merge_stream.errors import OutputBusyError
-from merge_stream.job import card_facts
+from merge_stream.job import Job, card_facts, make_plan
 from merge_stream.memory_files import remarks_on_memory_files
 from merge_stream.opening import open_checkpoint
 from merge_stream.options import MergeOptions, OpenOptions

@@ -5,7 +5,7 @@
     merge_through_store(...)       -> Report   both (`--staging zarr`); the store is removed unless it is kept
 
 A store is a checkpoint format like any other (`formats.zarr_store`), and staging is a merge whose
-output is not a model: planning, memory bound, resume and commit are those of `api`.
+output is not a model: planning, memory bound, resume and commit are those of `steps`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from merge_stream.api import Staged, execute, merge, report_of_moved
 from merge_stream.engine.events import Noted, Observer, Phase, Silent
 from merge_stream.engine.executor import StopFlag
 from merge_stream.engine.memory import peak_rss
@@ -43,6 +42,7 @@ from merge_stream.planning.plan import Plan
 from merge_stream.planning.store_layout import STORE_IDENTITY
 from merge_stream.preflight import Target, check_together, writes_of
 from merge_stream.report import Report
+from merge_stream.steps import Staged, execute, merge_directly, report_of_moved
 from merge_stream.store_job import Checkpoint, inputs_of, model_of_store, plan_store
 
 __all__ = [
@@ -91,7 +91,8 @@ def finalize_store(
 ) -> Report:
     """Write the model `out` from a store; names, ties and LoRA are those that it was staged with."""
     options = replace(options or MergeOptions(), staging="direct", keep_store=None)
-    return merge([store], out, options, opening=OpenOptions(format="zarr_store"), observer=observer, stop=stop)
+    opening = OpenOptions(format="zarr_store")
+    return merge_directly([store], out, options, opening=opening, observer=observer or Silent(), stop=stop)
 
 
 def merge_through_store(

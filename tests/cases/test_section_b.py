@@ -8,7 +8,7 @@ import shutil
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
-from merge_stream import api
+from merge_stream import api, steps
 from merge_stream.engine import limits, memory
 from merge_stream.engine.events import Phase, Progress
 from merge_stream.options import MergeOptions
@@ -49,7 +49,7 @@ def test_case_016_unflushed_bytes_never_pass_the_window(
 
     monkeypatch.setattr(LocalSink, "write_at", counted)
     monkeypatch.setattr(LocalSink, "sync", synced)
-    monkeypatch.setattr(api, "flush_window", lambda: 256 << 10)
+    monkeypatch.setattr(steps, "flush_window", lambda: 256 << 10)
     monkeypatch.setattr(memory, "_SEGMENTS", (64 << 10, 16 << 10))
     source = write_hub(tmp_path / "ckpt", {f"model.w{k}": numbered(256, 1024) for k in range(16)})
     api.merge(source, tmp_path / "out", MergeOptions(layout="as-is", write_config=False, workers=2))

@@ -113,7 +113,7 @@ def test_no_space_in_the_middle(tmp_path: pathlib.Path, request: pytest.FixtureR
         folder.mkdir()
         before, words = ["prlimit", "--fsize=200000"], ("ulimit -f", "same command continues")
     source = write_hub(tmp_path / "source", {"w": _zeros(1_000_000)})
-    program = "import sys, merge_stream.api as a; a.preflight = lambda *_: None; from merge_stream.cli import run; "
+    program = "import sys, merge_stream.steps as a; a.preflight = lambda *_: None; from merge_stream.cli import run; "
     command = [*before, sys.executable, "-c", program + "sys.exit(run(sys.argv[1:]))", "merge", str(source)]
     command += [str(folder / "out"), "--no-config", "--layout", "as-is"]
     ended = subprocess.run(command, capture_output=True, check=False, text=True, timeout=60)
@@ -254,7 +254,7 @@ def test_missing_config(own_ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
 def test_another_partial_folder(ckpt: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Begun with other options: refused by merge and plan with the difference, and --restart begins anew."""
     out = tmp_path / "out"
-    stop = "import sys, merge_stream.api as a; a.finalize = lambda *_, **__: sys.exit(9); "
+    stop = "import sys, merge_stream.steps as a; a.finalize = lambda *_, **__: sys.exit(9); "
     stop += "from merge_stream.cli import run; sys.exit(run(sys.argv[1:]))"
     begun = subprocess.run([sys.executable, "-c", stop, str(ckpt), str(out), "-q"], capture_output=True, check=False)
     assert begun.returncode == 9, begun.stderr

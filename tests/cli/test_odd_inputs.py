@@ -150,7 +150,7 @@ class TestPlanOfAnInterruptedRun:
     @staticmethod
     def begun(ckpt: pathlib.Path, out: pathlib.Path, stop_at: str, *words: str) -> None:
         """A run that ends without a word where `stop_at` is called."""
-        program = f"import sys, os, merge_stream.api as a; a.{stop_at} = lambda *_, **__: os._exit(9); "
+        program = f"import sys, os, merge_stream.steps as a; a.{stop_at} = lambda *_, **__: os._exit(9); "
         program += "from merge_stream.cli import run; sys.exit(run(sys.argv[1:]))"
         command = [sys.executable, "-c", program, str(ckpt), str(out), "-q", *words]
         assert subprocess.run(command, check=False).returncode == 9

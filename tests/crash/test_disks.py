@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from merge_stream import api
+from merge_stream import steps
 from merge_stream.job import Job
 from merge_stream.output.place import OutputPlace
 from tests.cli.tool import as_mere_mortal, tool
@@ -73,14 +73,14 @@ def test_a_disk_that_another_program_fills_meanwhile(
 ) -> None:
     """The run ends with words, what it wrote stays, and with room again the same command ends in the same bytes."""
     out = disk / "out"
-    check = api.preflight
+    check = steps.preflight
 
     def then_fill(job: Job, place: OutputPlace) -> None:
         check(job, place)
         _fill(disk, leave)
 
     with monkeypatch.context() as patch:
-        patch.setattr(api, "preflight", then_fill)
+        patch.setattr(steps, "preflight", then_fill)
         assert small.merge(out, "-q") == 4
     told = capsys.readouterr().err
     assert "error: " in told
@@ -98,14 +98,14 @@ def test_a_disk_that_is_full_when_the_side_files_are_copied(
     disk = tmp_path / "disk"
     _mounted(disk, "-t", "tmpfs", "-o", "size=8m", "tmpfs")
     try:
-        real = api.finish_folder
+        real = steps.finish_folder
 
         def full(*args: object, **named: object) -> object:
             _fill(disk, leave=0)
             return real(*args, **named)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(api, "finish_folder", full)
+            patch.setattr(steps, "finish_folder", full)
             assert small.merge(disk / "out", "-q") == 4
         assert "same command continues" in capsys.readouterr().err
         small.assert_nothing_wrong(disk / "out")
@@ -135,7 +135,7 @@ def test_a_disk_that_is_mounted_read_only_later(
     _mounted(disk, "-t", "tmpfs", "-o", "size=8m", "tmpfs")
     try:
         assert small.merge(disk / "whole", "-q") == 0
-        real = api.run_plan
+        real = steps.run_plan
 
         def remounted(*args: object, **named: object) -> object:
             done = real(*args, **named)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_a_disk_that_is_mounted_read_only_later(
             return done
 
         with monkeypatch.context() as patch:
-            patch.setattr(api, "run_plan", remounted)
+            patch.setattr(steps, "run_plan", remounted)
             assert small.merge(disk / "out", "-q") == 1
         assert "ead-only file system" in capsys.readouterr().err
         assert not (disk / "out").exists()

@@ -91,12 +91,12 @@ def test_a_signal_before_the_first_byte_leaves_nothing(harness: Harness) -> None
 
 _STOP_WHILE_PLANNING = """
 import os, signal, sys
-import merge_stream.api as api
-plan = api.make_plan
+import merge_stream.steps as steps
+plan = steps.make_plan
 def interrupted(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGTERM)
     return plan(*args, **kwargs)
-api.make_plan = interrupted
+steps.make_plan = interrupted
 from merge_stream.cli import run
 sys.exit(run(sys.argv[1:]))
 """

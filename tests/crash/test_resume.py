@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from merge_stream import api, cli
+from merge_stream import cli, steps
 from tests.crash.conftest import WORDS, Reported, Small
 from tests.crash.faults import Faults, in_a_child
 
@@ -98,14 +98,14 @@ class TestTheSource:
     ) -> None:
         path, out = self.rank(own), tmp_path / "out"
         whole = path.read_bytes()
-        real = api.run_plan
+        real = steps.run_plan
 
         def changed(*args: object, **named: object) -> object:
             _change(path, how)
             return real(*args, **named)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(api, "run_plan", changed)
+            patch.setattr(steps, "run_plan", changed)
             code = own.merge(out, "-q")
         told = capsys.readouterr().err
         assert code == 5
@@ -138,13 +138,13 @@ class TestTheSource:
         self, own: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The output is right: the message blames the file that changed."""
-        real = api.compare_with_plan
+        real = steps.compare_with_plan
 
         def changed(*args: object) -> object:
             _change(self.rank(own), "rewritten")
             return real(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(api, "compare_with_plan", changed)
+        monkeypatch.setattr(steps, "compare_with_plan", changed)
         assert own.merge(tmp_path / "out", "-q", "--verify") == 5
         assert "model_world_size_2_rank_1.pt changed while" in capsys.readouterr().err
 
@@ -189,15 +189,15 @@ class TestTwoRuns:
     ) -> None:
         """OUT appears after the second run looked for it and before it held the lock."""
         out = tmp_path / "out"
-        check: Callable[..., None] = api.preflight
+        check: Callable[..., None] = steps.preflight
 
         def other(*args: object) -> None:
             check(*args)
             with monkeypatch.context() as patch:
-                patch.setattr(api, "preflight", check)
+                patch.setattr(steps, "preflight", check)
                 assert small.merge(out, "-q") == 0
 
-        monkeypatch.setattr(api, "preflight", other)
+        monkeypatch.setattr(steps, "preflight", other)
         assert small.merge(out, "-q") == 1
         assert f"{out} is there and holds" in capsys.readouterr().err
         small.assert_whole(out)
@@ -215,14 +215,14 @@ class TestSignals:
         when: str,
     ) -> None:
         out = tmp_path / "out"
-        real = getattr(api, when)
+        real = getattr(steps, when)
 
         def told_to_stop(*args: object, **named: object) -> object:
             os.kill(os.getpid(), number)
             return real(*args, **named)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(api, when, told_to_stop)
+            patch.setattr(steps, when, told_to_stop)
             assert small.merge(out, "-q") == 130
         told = capsys.readouterr().err
         assert f"stopped by {number.name}" in told

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from merge_stream import api, through_store
+from merge_stream import steps, through_store
 from merge_stream.storage.unfinished import WORK_FILES
 from tests.cli.tool import tool
 from tests.crash.conftest import Small
@@ -32,7 +32,7 @@ def killed(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         if name.startswith("empty"):
             (folder / name).mkdir(parents=True)
     with monkeypatch.context() as patch:
-        patch.setattr(api, "commit", die)
+        patch.setattr(steps, "commit", die)
         patch.setattr(through_store, "commit", die)
         for name, words in RUNS.items():
             code = in_a_child(lambda name=name, words=words: small.merge(folder / name, "-q", *words))

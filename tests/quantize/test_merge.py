@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from merge_stream import api, cli
+from merge_stream import api, cli, steps
 from merge_stream.options import MergeOptions
 from merge_stream.verification.check import check_folder
 from tests.folder.models import checkpoint, config_of, llama, llama_config, merge, model_folder, tensors_of
@@ -80,7 +80,7 @@ def test_the_same_command_continues_and_another_one_is_refused(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(api, "finish_folder", broken)
+        patch.setattr(steps, "finish_folder", broken)
         assert merge(source, tmp_path / "out", "--quantize", "fp8-dynamic") == 130
     assert merge(source, tmp_path / "out") == 1
     assert "--quantize was fp8-dynamic" in lines(capsys)
