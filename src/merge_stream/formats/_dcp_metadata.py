@@ -40,6 +40,7 @@ __all__ = [
 Ints = tuple[int, ...]
 
 COMMON_STATE = "common_state/"
+_READ = (COMMON_STATE, "rng_state/")
 _RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _SHARD_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 _LARGEST = 1 << 62
@@ -71,7 +72,7 @@ class StoredChunk:
 class DcpMetadata:
     """All metadata files of a folder, united; `values` are names of Python values.
 
-    Those are never read, but for Megatron's common state, whose place is in `stored` too.
+    Those are never read, but for Megatron's common state and random states: their places are in `stored` too.
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -224,8 +225,8 @@ def _add_stored(result: DcpMetadata, index: object, info: object, where: str) ->
     name, offset = key.get("fqn"), key.get("offset")
     if type(name) is not str:
         raise CorruptCheckpointError(f"{where}: an entry of storage_data has no name", hint=_HINT)
-    is_common = name in result.values and name.startswith(COMMON_STATE)
-    if name not in result.tensors and not is_common:
+    is_read = name in result.values and name.startswith(_READ)
+    if name not in result.tensors and not is_read:
         return
     place = _fields(info, "_StorageInfo", where)
     if transforms := place.get("transform_descriptors"):
@@ -234,7 +235,7 @@ def _add_stored(result: DcpMetadata, index: object, info: object, where: str) ->
             "read in part",
             hint="save the checkpoint again without `_extensions`",
         )
-    offsets = () if is_common else _ints(offset)
+    offsets = () if is_read else _ints(offset)
     file, start, length = place.get("relative_path"), place.get("offset"), place.get("length")
     if offsets is None or type(file) is not str or type(start) is not int or type(length) is not int:
         raise CorruptCheckpointError(f"{where}: storage of {name!r} is incomplete", hint=_HINT)

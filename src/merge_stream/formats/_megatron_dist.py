@@ -14,17 +14,17 @@ Facts: megatron-core 0.9 to 0.19 (real files).
 
 from __future__ import annotations
 
-import contextlib
 import re
 
 from merge_stream.containers.torch_file import open_torch_file
-from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, MergeStreamError, UnsupportedError
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
 from merge_stream.formats._dcp_metadata import COMMON_STATE, DcpMetadata, metadata_files, read_metadata
 from merge_stream.formats._dcp_tensors import ModelChunks
 from merge_stream.formats._megatron_flat import unflattened
 from merge_stream.formats._megatron_names import noise_of
 from merge_stream.formats._megatron_raw import Raw, arguments_of, facts_of
+from merge_stream.formats._megatron_seeds import require_own_seeds
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.dtype import F32
@@ -48,6 +48,7 @@ def read_dist(tree: ByteTree, table: FileTable, options: OpenOptions, *, unprefi
         msg = f"{tree.label} has no metadata.json, which Megatron-core writes last: the save did not finish"
         raise IncompleteShardsError(msg, hint="take an earlier iteration, or copy the file if it was left behind")
     masters = _masters(tree, meta, keys) if options.weights == "master" and unprefixed else {}
+    require_own_seeds(tree, meta)
     chunks = ModelChunks(tree, meta, dict.fromkeys((*keys, *masters.values())), table)
     raw.tensors = {key: chunks.tensor(key, key) for key in keys}
     if masters:
@@ -106,13 +107,24 @@ def _all_wide(raw: Raw) -> bool:
 
 
 def _arguments(tree: ByteTree, meta: DcpMetadata) -> dict[str, str | int]:
-    """What the trainer's arguments tell, from common.pt or (0.19) the common state; nothing where neither has any."""
-    places = [("common.pt", 0, None)] if "common.pt" in tree.files else []
-    held = [chunk for name, chunks in meta.stored.items() if name.startswith(COMMON_STATE) for chunk in chunks]
-    for file, start, nbytes in (*places, *((chunk.file, chunk.start, chunk.nbytes) for chunk in held)):
-        with contextlib.suppress(MergeStreamError):
-            root = open_torch_file(tree, file, offset=start, nbytes=nbytes).root
-            root = root[0] if isinstance(root, list) and len(root) == 1 else root
-            if isinstance(root, dict):
-                return facts_of(arguments_of(root.get("args")))
+    """What the trainer's arguments tell, from common.pt or (0.19) the common state; nothing where neither has any.
+
+    They decide what values mean, so that a file which cannot be read is an error.
+    """
+    places: list[tuple[str, int, int | None]] = [("common.pt", 0, None)] if "common.pt" in tree.files else []
+    for name, chunks in meta.stored.items():
+        if name.startswith(COMMON_STATE):
+            places += [(chunk.file, chunk.start, chunk.nbytes) for chunk in chunks]
+    for file, start, nbytes in places:
+        if file not in tree.files:
+            msg = f"{tree.label} lacks {file}, which holds the common state"
+            raise IncompleteShardsError(msg, hint="copy the files of all ranks")
+        opened = open_torch_file(tree, file, offset=start, nbytes=nbytes)
+        root = opened.root
+        root = root[0] if isinstance(root, list) and len(root) == 1 else root
+        if not isinstance(root, dict):
+            msg = f"{opened.where} is no common state of a run: it holds {type(root).__name__}"
+            raise CorruptCheckpointError(msg, hint="metadata and data are of two different saves")
+        if "args" in root:
+            return facts_of(arguments_of(root["args"]))
     return {}
