@@ -10,16 +10,18 @@ while that fits the bounce buffer, else split along its outermost dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 
 from merge_stream.encodings.base import Encoding, scheme_named
 from merge_stream.engine.budget import Lease
 from merge_stream.engine.fold import FoldPlace, apply_fold
+from merge_stream.engine.joint_reads import SEEK, JointReads
+from merge_stream.engine.runs import Regions, regions_of, runs_in
 from merge_stream.errors import CorruptCheckpointError
 from merge_stream.planning.plan import LowRank, ParameterPlan, ResolvedTake
-from merge_stream.planning.segments import tiles_of
+from merge_stream.planning.segments import Tile, tiles_of
 from merge_stream.storage.base import ByteSource
 from merge_stream.tensors.box import Box, row_major_strides
 from merge_stream.tensors.dtype import DType
@@ -28,13 +30,8 @@ from merge_stream.tensors.ref import ShardTable, SourceFile
 __all__ = ["Assembler", "not_finite", "slab_bytes"]
 
 Ints = tuple[int, ...]
-_Regions = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Rows of a shard table, and [start, stop) of a part of each."""
-
 _BOUNCE_FLOOR = 64 << 10
 _SLACK = 4096
-_SEEK = 4096
-"""Reading so many bytes costs as much as another read."""
 
 
 def slab_bytes(segment_bytes: int, *, compare: bool = False, fold_bytes: int = 0) -> int:
@@ -47,16 +44,19 @@ class Assembler:
     """Reads tiles of parameters; one for each worker, over a shared source.
 
     `read_nbytes` counts bytes asked of the source, `overflows` finite values that an
-    encoding made infinite, by parameter name.
+    encoding made infinite, by parameter name. Of files whose paths are in `apart` no byte is read that no tile wants.
     """
 
-    def __init__(self, source: ByteSource, files: Sequence[SourceFile], encoding: Encoding) -> None:
+    def __init__(
+        self, source: ByteSource, files: Sequence[SourceFile], encoding: Encoding, apart: Container[str] = ()
+    ) -> None:
         self._source = source
         self._paths = [f.path for f in files]
         self._encoding = encoding
         self.read_nbytes = 0
         self.overflows: dict[str, int] = {}
         self._norms: dict[int, tuple[LowRank, np.ndarray]] = {}
+        self._joint = JointReads(self._read, frozenset(k for k, file in enumerate(files) if file.path in apart))
 
     def tile(self, parameter: ParameterPlan, box: Box, out: np.ndarray, lease: Lease) -> None:
         """Fill `out` (uint8) with the encoded bytes of `box` (a contiguous box of the parameter's view)."""
@@ -71,6 +71,63 @@ class Assembler:
             if lost:
                 self.overflows[parameter.name] = self.overflows.get(parameter.name, 0) + lost
         lease.rewind(mark)
+
+    def tiles(self, parameters: Sequence[ParameterPlan], tiles: Sequence[Tile], out: np.ndarray, lease: Lease) -> None:
+        """Fill `out` (uint8) with the encoded bytes of neighbouring tiles, and zeros where none has its place.
+
+        Small parameters in a row are read together (`engine.joint_reads`) and encoded as one.
+        """
+        start = tiles[0].start
+        first = 0
+        while first < len(tiles):
+            parameter, stop = parameters[tiles[first].parameter], first + 1
+            while stop < len(tiles) and _alike(tiles[stop - 1], parameter, parameters[tiles[stop].parameter]):
+                stop += 1
+            run = tiles[first:stop]
+            at, end = run[0].start - start, run[-1].start + run[-1].nbytes - start
+            if len(run) == 1:
+                self.tile(parameter, run[0].box, out[at:end], lease)
+            else:
+                self._together(parameters, run, out[at:end], lease)
+            out[end : end + run[-1].room - run[-1].nbytes] = 0
+            first = stop
+
+    def _together(
+        self, parameters: Sequence[ParameterPlan], tiles: Sequence[Tile], out: np.ndarray, lease: Lease
+    ) -> None:
+        """Fill `out` with tiles of equal element types, one after another."""
+        source, target = parameters[tiles[0].parameter].source.dtype, parameters[tiles[0].parameter].dtype
+        mark = lease.mark
+        values = out
+        if source != target:
+            values = lease.take(len(out) // target.itemsize * source.itemsize)
+        most = self._joint.most(lease)
+        at = 0
+        for tile in tiles:
+            parts = parameters[tile.parameter].source
+            nbytes = tile.nbytes // target.itemsize * source.itemsize
+            whole = tile.box.stop == parts.view and not any(tile.box.start)
+            if not (whole and nbytes <= most and self._joint.add(parts.takes, parts.view, source.itemsize, at)):
+                self._fill(parts.takes, tile.box, source, values[at : at + nbytes], lease)
+            if self._joint.full:
+                self._joint.read(values, lease)
+            at += nbytes
+        self._joint.read(values, lease)
+        if source != target and self._encoding.encode(values.view(source.numpy()), out.view(target.numpy())):
+            self._count_overflows(parameters, tiles, values.view(source.numpy()), out.view(target.numpy()))
+        lease.rewind(mark)
+
+    def _count_overflows(
+        self, parameters: Sequence[ParameterPlan], tiles: Sequence[Tile], values: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Encode tiles one by one, to tell of which a value became infinite."""
+        at = 0
+        for tile in tiles:
+            name, size = parameters[tile.parameter].name, tile.box.size
+            lost = self._encoding.encode(values[at : at + size], out[at : at + size])
+            if lost:
+                self.overflows[name] = self.overflows.get(name, 0) + lost
+            at += size
 
     def quantized(
         self,
@@ -124,11 +181,11 @@ class Assembler:
     ) -> None:
         """Read `part` of a take (in the parameter's view) into the values of tile `box`, as it is on disk."""
         wanted = _wanted(take, part)
-        regions = _regions(take.table, wanted)
+        regions = regions_of(take.table, wanted)
         if not take.permute:
             shift = _minus(part.start, wanted.start)
             regions = self._read_runs(take.table, regions, shift, box, itemsize, values)
-        if len(regions[0]):
+        if len(regions.rows):
             view = _view(take, part, box, itemsize, values)
             for k, start, stop in zip(*(column.tolist() for column in regions), strict=True):
                 held, file, offset = take.table.row(k)
@@ -155,33 +212,26 @@ class Assembler:
             lease.rewind(mark)
 
     def _read_runs(  # noqa: PLR0917 - regions, and where they go
-        self, table: ShardTable, regions: _Regions, shift: Ints, box: Box, itemsize: int, values: np.ndarray
-    ) -> _Regions:
+        self, table: ShardTable, regions: Regions, shift: Ints, box: Box, itemsize: int, values: np.ndarray
+    ) -> Regions:
         """Read each region that is one run in its shard and in the tile where it belongs; returns the others.
 
         `shift` leads from a region's place in the source to that in the parameter's view.
-        Vectorised: a model has hundreds of thousands of small runs.
         """
-        rows, start, stop = regions
-        met = slice(None) if len(rows) == len(table) else rows
-        held_start, held_stop = table.start[met], table.stop[met]
-        nbytes = (stop - start).prod(axis=1) * itemsize
-        origin, runs = _runs(start, stop, held_start, held_stop - held_start)
+        met = slice(None) if len(regions.rows) == len(table) else regions.rows
         moved = np.array(shift, dtype=np.int64) - np.array(box.start, dtype=np.int64)
-        target, runs_there = _runs(start + moved, stop + moved, 0, np.array([box.shape], dtype=np.int64))
-        runs &= runs_there
+        runs = runs_in(table, regions, moved, box.shape)
         for straight, file, offset, at, count in zip(
-            runs.tolist(),
+            runs.straight.tolist(),
             table.file[met].tolist(),
-            (table.offset[met] + origin * itemsize).tolist(),
-            (target * itemsize).tolist(),
-            nbytes.tolist(),
+            (table.offset[met] + runs.origin * itemsize).tolist(),
+            (runs.target * itemsize).tolist(),
+            (runs.elements * itemsize).tolist(),
             strict=True,
         ):
             if straight:
                 self._read(file, offset, values[at : at + count])
-        others = ~runs
-        return rows[others], start[others], stop[others]
+        return regions.only(~runs.straight)
 
     def _read_region(  # noqa: PLR0917 - one region of one shard into one view
         self, file: int, offset: int, held: Box, region: Box, itemsize: int, view: np.ndarray, lease: Lease
@@ -189,7 +239,7 @@ class Assembler:
         """Read a region of a row-major shard into a strided view of the region's shape."""
         first, stop = _bounds(region, held)
         nbytes = (stop - first) * itemsize
-        apart = nbytes > 2 * view.nbytes and view.nbytes >= 2 * _SEEK  # most of it would be read for nothing
+        apart = nbytes > 2 * view.nbytes and view.nbytes >= 2 * SEEK  # most of it would be read for nothing
         if nbytes <= lease.left and not apart:
             mark = lease.mark
             bounce = lease.take(nbytes)
@@ -219,6 +269,13 @@ def not_finite(name: str, count: int) -> CorruptCheckpointError:
     return CorruptCheckpointError(msg, hint=f"{hint} (--quantize-ignore {name})")
 
 
+def _alike(before: Tile, parameter: ParameterPlan, after: ParameterPlan) -> bool:
+    """True when the tile behind `before` can be read and encoded with it."""
+    return (
+        before.room == before.nbytes and parameter.dtype == after.dtype and parameter.source.dtype == after.source.dtype
+    )
+
+
 def _wanted(take: ResolvedTake, part: Box) -> Box:
     """The box of the take's source that becomes `part` of the parameter's view."""
     if not take.permute:
@@ -244,25 +301,6 @@ def _view(take: ResolvedTake, part: Box, box: Box, itemsize: int, values: np.nda
 def _unit(itemsize: int) -> np.dtype:
     """An integer type of that size: elements are moved, never interpreted."""
     return np.dtype(f"u{itemsize}")
-
-
-def _regions(table: ShardTable, wanted: Box) -> _Regions:
-    """The rows of the table that meet `wanted`, and start and stop of what each has in common with it."""
-    start = np.maximum(table.start, np.array(wanted.start, dtype=np.int64))
-    stop = np.minimum(table.stop, np.array(wanted.stop, dtype=np.int64))
-    rows = (start < stop).all(axis=1).nonzero()[0]
-    return (rows, start, stop) if len(rows) == len(start) else (rows, start[rows], stop[rows])
-
-
-def _runs(
-    start: np.ndarray, stop: np.ndarray, origin: np.ndarray | int, shape: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The first element of each region in a row-major array of `shape` at `origin`, and whether it is one run there."""
-    strides = np.ones_like(shape)
-    np.cumprod(shape[:, :0:-1], axis=1, out=strides[:, -2::-1])
-    first = ((start - origin) * strides).sum(axis=1)
-    span = ((stop - start - 1) * strides).sum(axis=1) + 1
-    return first, span == (stop - start).prod(axis=1)
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:

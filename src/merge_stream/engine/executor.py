@@ -95,7 +95,7 @@ def execute(
                 yield segment
 
     def worker(segments: Iterator[Segment]) -> None:
-        assembler = Assembler(source, plan.files, encoding)
+        assembler = Assembler(source, plan.files, encoding, apart=plan.chunk_sums)
         for segment in segments:
             stop.check()
             with budget.lease() as lease:
@@ -119,10 +119,7 @@ def execute(
 def assemble_segment(plan: Plan, segment: Segment, assembler: Assembler, lease: Lease) -> memoryview:
     """The encoded bytes of a segment, in the lease."""
     out = lease.take(segment.stop - segment.start, phase=segment.start)
-    for tile in segment.tiles:
-        at = tile.start - segment.start
-        assembler.tile(plan.parameters[tile.parameter], tile.box, out[at : at + tile.nbytes], lease)
-        out[at + tile.nbytes : at + tile.room] = 0
+    assembler.tiles(plan.parameters, segment.tiles, out, lease)
     return out.data
 
 

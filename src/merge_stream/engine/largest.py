@@ -83,6 +83,8 @@ def measure_largest(
 
 def _measured(plan: Plan, segment_bytes: int) -> Iterator[tuple[Segment, Quantized]]:
     """Segments of the weights that are looked at before they are written."""
+    if not any(p.quantized is not None and p.quantized.together for p in plan.parameters):
+        return
     for segment in segments_of(plan, segment_bytes):
         quantized = plan.parameters[segment.tiles[0].parameter].quantized
         if quantized is not None and quantized.together:

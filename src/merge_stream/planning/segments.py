@@ -119,6 +119,11 @@ def segments_of(plan: Plan, segment_bytes: int) -> Iterator[Segment]:
             if plan.parameters[run[0]].quantized is not None:
                 yield from _quantized(plan, run[0], segment_bytes)
                 continue
+            if len(run) > 1 and all(plan.parameters[index].bands is None for index in run):
+                tiles = [_whole(index, plan.parameters[index]) for index in run if plan.parameters[index].size]
+                if tiles:  # all fit, see `_runs`
+                    yield _segment(number, tiles)
+                continue
             for index in run:
                 for together in _tiles(index, plan.parameters[index], segment_bytes):
                     price = _price(plan.parameters[index], together)
@@ -158,6 +163,12 @@ def _source_place(parameter: ParameterPlan) -> tuple[int, int]:
         if len(take.table):
             return int(take.table.file[0]), int(take.table.offset[0])
     return -1, 0
+
+
+def _whole(index: int, parameter: ParameterPlan) -> Tile:
+    """The tile that is all of a parameter without bands."""
+    nbytes = parameter.nbytes
+    return Tile(index, Box.whole(parameter.source.view), parameter.start, nbytes, nbytes)
 
 
 def _tiles(index: int, parameter: ParameterPlan, segment_bytes: int) -> Iterator[tuple[Tile, ...]]:
