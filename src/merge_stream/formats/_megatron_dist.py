@@ -15,6 +15,8 @@ Facts: megatron-core 0.9 to 0.19 (real files).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
@@ -23,7 +25,7 @@ from merge_stream.formats._dcp_metadata import COMMON_STATE, DcpMetadata, metada
 from merge_stream.formats._dcp_tensors import ModelChunks
 from merge_stream.formats._megatron_flat import unflattened
 from merge_stream.formats._megatron_names import noise_of
-from merge_stream.formats._megatron_raw import Raw, arguments_of, facts_of
+from merge_stream.formats._megatron_raw import Raw, arguments_of, facts_of, vocabulary_of
 from merge_stream.formats._megatron_seeds import require_own_seeds
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
@@ -67,7 +69,9 @@ def read_dist(tree: ByteTree, table: FileTable, options: OpenOptions, *, unprefi
             raw.ignored[kind] += 1
     if not unprefixed and options.weights != "master" and _all_wide(raw):
         raw.module_dtype = "config"
-    raw.facts |= _arguments(tree, meta)
+    arguments = _arguments(tree, meta)
+    raw.facts |= facts_of(arguments)
+    raw.vocabulary = vocabulary_of(arguments)
     return raw
 
 
@@ -106,8 +110,8 @@ def _all_wide(raw: Raw) -> bool:
     return bool(raw.tensors) and all(tensor.dtype == F32 for tensor in raw.tensors.values())
 
 
-def _arguments(tree: ByteTree, meta: DcpMetadata) -> dict[str, str | int]:
-    """What the trainer's arguments tell, from common.pt or (0.19) the common state; nothing where neither has any.
+def _arguments(tree: ByteTree, meta: DcpMetadata) -> Mapping[str, Any]:
+    """The trainer's arguments, from common.pt or (0.19) the common state; nothing where neither has any.
 
     They decide what values mean, so that a file which cannot be read is an error.
     """
@@ -126,5 +130,5 @@ def _arguments(tree: ByteTree, meta: DcpMetadata) -> dict[str, str | int]:
             msg = f"{opened.where} is no common state of a run: it holds {type(root).__name__}"
             raise CorruptCheckpointError(msg, hint="metadata and data are of two different saves")
         if "args" in root:
-            return facts_of(arguments_of(root["args"]))
+            return arguments_of(root["args"])
     return {}

@@ -28,7 +28,7 @@ from merge_stream.formats._deepspeed_local import plain_ref
 from merge_stream.formats._deepspeed_states import StatesFile
 from merge_stream.formats._megatron_classic import classic_tensors
 from merge_stream.formats._megatron_names import noise_of
-from merge_stream.formats._megatron_raw import GATES, Raw, arguments_of, facts_of
+from merge_stream.formats._megatron_raw import GATES, Raw, arguments_of, facts_of, vocabulary_of
 from merge_stream.formats._megatron_saves import (
     LOCAL_EXPERT,
     Coordinates,
@@ -67,6 +67,7 @@ def read_ranks(tree: ByteTree, table: FileTable) -> Raw:
     _require_grid(grid, arguments, tree)
     require_places(files, tree)
     raw.facts |= facts_of(arguments)
+    raw.vocabulary = vocabulary_of(arguments)
     raw.facts.setdefault("ranks", len(files))
     if any(file.at[0] for file in files):
         raw.facts[GATES] = {True: "yes", False: "no", None: "assumed"}[has_gates(arguments)]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from merge_stream.containers.pickle_reader import Recorder
-from merge_stream.tensors.ref import TensorRef
+from merge_stream.tensors.ref import TensorRef, Vocabulary
 from merge_stream.tensors.stored_checksum import ChecksumReader
 
-__all__ = ["GATES", "NORMS", "ROTARY", "Raw", "arguments_of", "facts_of", "settings_of"]
+__all__ = ["GATES", "NORMS", "ROTARY", "Raw", "arguments_of", "facts_of", "settings_of", "vocabulary_of"]
 
 NORMS = "weights of norms"
 ROTARY = "rotary pairs"
@@ -45,6 +45,7 @@ class Raw:
     notes: list[str] = field(default_factory=list)
     metadata_nbytes: int = 0
     checksums: tuple[ChecksumReader, ...] = ()
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
     module_dtype: Literal["", "config"] = ""
 
 
@@ -71,6 +72,17 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, str]:
         if turns and part != 1.0:
             facts[ROTARY] = f"neighbours in {part} of each head"
     return facts
+
+
+def vocabulary_of(arguments: Mapping[str, Any]) -> Vocabulary:
+    """Tokens (`--vocab-size`), and `--make-vocab-size-divisible-by` x tensor-parallel ranks."""
+
+    def told(key: str) -> int:
+        value = arguments.get(key)
+        return value if type(value) is int and value > 0 else 0
+
+    multiple = told("make_vocab_size_divisible_by") * told("tensor_model_parallel_size")
+    return Vocabulary(told("vocab_size"), multiple)
 
 
 def facts_of(arguments: Mapping[str, Any]) -> dict[str, str | int]:

@@ -22,7 +22,7 @@ from merge_stream.formats._megatron_dist import read_dist
 from merge_stream.formats._megatron_folder import locate
 from merge_stream.formats._megatron_names import canonical
 from merge_stream.formats._megatron_ranks import read_ranks
-from merge_stream.formats._megatron_raw import settings_of
+from merge_stream.formats._megatron_raw import settings_of, vocabulary_of
 from merge_stream.formats._megatron_zarr import read_zarr
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
@@ -32,7 +32,11 @@ from merge_stream.tensors.ref import Catalog
 __all__ = ["MEMBER", "Megatron"]
 
 _VERL, _BRIDGE = "transformer_config.json", "run_config.yaml"
-_YAML_FLAG = re.compile(r"^ *(layernorm_zero_centered_gamma|rotary_interleaved): (true|false)\s*$", re.MULTILINE)
+_YAML = re.compile(
+    r"^ *(?:(layernorm_zero_centered_gamma|rotary_interleaved): (true|false)"
+    r"|(make_vocab_size_divisible_by|tensor_model_parallel_size): (\d{1,9}))\s*$",
+    re.MULTILINE,
+)
 _LIMIT = 1 << 20
 _WORDS = {
     "torch_dist": "a Megatron-core distributed checkpoint",
@@ -83,7 +87,8 @@ class Megatron:
         ignored = raw.ignored + model.ignored
         if prediction:
             ignored["multi-token prediction (--no-mtp)"] = len(prediction)
-        facts = {"layout": found.layout, **_settings(tree, found.folder), **raw.facts}
+        told = _settings(tree, found.folder)
+        facts = {"layout": found.layout, **settings_of(told), **raw.facts}
         dirs = [str(Path(here.label))]
         for folder in found.configs:
             dirs += config_dirs(tree.subtree(folder))
@@ -101,6 +106,7 @@ class Megatron:
             checksums=raw.checksums,
             twins={name: twin for name, twin in twins.items() if name in model.tensors},
             padded_vocabulary="any",
+            vocabulary=raw.vocabulary if any(raw.vocabulary) else vocabulary_of(told),
             module_dtype=raw.module_dtype,
             no_prediction=options.no_mtp,
         )
@@ -109,7 +115,7 @@ class Megatron:
 MEMBER: CheckpointFormat = Megatron()
 
 
-def _settings(tree: ByteTree, folder: str) -> dict[str, str]:
+def _settings(tree: ByteTree, folder: str) -> dict[str, Any]:
     """Settings of the model from files beside the weights: verl's transformer_config.json, Bridge's run_config.yaml."""
     told: dict[str, Any] = {}
     parts = folder.split("/") if folder else []
@@ -119,5 +125,6 @@ def _settings(tree: ByteTree, folder: str) -> dict[str, str]:
             told |= read_json(tree, at + _VERL, _LIMIT)
         if at + _BRIDGE in tree.files:
             text = tree.read(at + _BRIDGE, 0, min(tree.files[at + _BRIDGE].nbytes, _LIMIT)).decode(errors="replace")
-            told |= {match[1]: match[2] == "true" for match in _YAML_FLAG.finditer(text)}
-    return settings_of(told)
+            for match in _YAML.finditer(text):
+                told |= {match[1]: match[2] == "true"} if match[1] else {match[3]: int(match[4])}
+    return told

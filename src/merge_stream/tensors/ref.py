@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from merge_stream.tensors.dtype import DType
 from merge_stream.tensors.staged import ChunkSums, StagedFacts
 from merge_stream.tensors.stored_checksum import ChecksumReader
 
-__all__ = ["Catalog", "ShardTable", "SourceFile", "TensorRef"]
+__all__ = ["Catalog", "ShardTable", "SourceFile", "TensorRef", "Vocabulary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,13 @@ class TensorRef:
         return self.size * self.dtype.itemsize
 
 
+class Vocabulary(NamedTuple):
+    """Tokens that a trainer tells, and the multiple that it pads rows to; 0 where it does not tell."""
+
+    tokens: int = 0
+    multiple: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
     """What a checkpoint holds.
@@ -173,6 +180,7 @@ class Catalog:
     chunk_sums checksums that every read is compared with, by absolute path of the file
     padded_vocabulary  the trainer may have added rows to embedding and head: "base" when only a base model's
                config tells the true number, "any" when every config does
+    vocabulary what the trainer tells of those rows: tokens, and the multiple that they were padded to (0 where unknown)
     module_dtype  "config" when fp32 masters stand for the weights of a model whose config tells its type
     no_prediction  the layers of multi-token prediction were left out on request: the config must not count them
     partial    what the user left out on purpose, in words: the tensors are then no whole model
@@ -194,6 +202,7 @@ class Catalog:
     staged: StagedFacts | None = None
     chunk_sums: Mapping[str, ChunkSums] = field(default_factory=dict)
     padded_vocabulary: Literal["", "base", "any"] = ""
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
     module_dtype: Literal["", "config"] = ""
     no_prediction: bool = False
     partial: str = ""
