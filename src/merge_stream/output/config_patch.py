@@ -20,6 +20,7 @@ from typing import Any
 from merge_stream.architectures.families import AUDIO_AND_VISION
 from merge_stream.architectures.structure import TEXT_NESTS
 from merge_stream.output.class_names import class_for
+from merge_stream.planning.plan import ParameterPlan
 from merge_stream.tensors.dtype import DType
 
 __all__ = [
@@ -36,10 +37,12 @@ _PREDICTION_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layer
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _NOT_A_MODEL = re.compile(r"quantization_config|compression_config|generation_config|rope_.*|.*_token_config")
-_PACKED = re.compile(
-    r".*(\.qweight|\.qzeros|\.weight_packed|_blocks|\.weight_scale|\.weight_scale_inv|\.absmax|\.quant_map|\.SCB)"
-)
+_PACKED_ENDS = (
+    ".qweight", ".qzeros", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_inv", ".absmax", ".quant_map",
+    ".SCB",
+)  # fmt: skip
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_TOWER_NEST = re.compile(r"vision|audio|visual")
 _INDENT = re.compile(r"\{\r?\n([ \t]+)\"")
 
 
@@ -65,14 +68,14 @@ def dominant_dtype(tensors: Iterable[OutputTensor]) -> DType | None:
     """The floating type of most elements, or None when there is no floating tensor."""
     sizes: Counter[DType] = Counter()
     for tensor in tensors:
-        if tensor.dtype.kind == "float" and not _PACKED.fullmatch(tensor.name):
+        if tensor.dtype.kind == "float" and not tensor.name.endswith(_PACKED_ENDS):
             sizes[tensor.dtype] += tensor.size
     return max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize, dtype.name)) if sizes else None
 
 
-def holds_quantized(tensors: Iterable[OutputTensor]) -> bool:
+def holds_quantized(tensors: Iterable[OutputTensor | ParameterPlan]) -> bool:
     """True when a tensor is quantized: an 8-bit float, or a name that only packed weights have."""
-    return any(tensor.dtype.kind == "quantized" or _PACKED.fullmatch(tensor.name) for tensor in tensors)
+    return any(tensor.dtype.kind == "quantized" or tensor.name.endswith(_PACKED_ENDS) for tensor in tensors)
 
 
 def patch_config(
@@ -139,9 +142,12 @@ def _set_dtypes(config: dict[str, Any], tensors: Sequence[OutputTensor], notes: 
     overall = dominant_dtype(tensors)
     if overall is None:
         return
-    tower = dominant_dtype(t for t in tensors if _is_tower(t.name)) or overall
-    for path, nest in _nests(config):
-        wanted = tower if re.search(r"vision|audio|visual", path) else overall
+    nests = [(path, nest, bool(_TOWER_NEST.search(path))) for path, nest in _nests(config)]
+    tower = overall
+    if any(of_tower for _, _, of_tower in nests):
+        tower = dominant_dtype(t for t in tensors if _is_tower(t.name)) or overall
+    for path, nest, of_tower in nests:
+        wanted = tower if of_tower else overall
         for key in _DTYPE_KEYS:
             if key not in nest or str(nest[key]).removeprefix("torch.") == wanted.torch_name:
                 continue

@@ -107,7 +107,8 @@ def _model_tensors(plan: Plan) -> list[OutputTensor]:
 
 
 def _side_files(plan: Plan, folder: ModelFolder) -> SidePlan:
-    kept = not plan.scheme and holds_quantized(_model_tensors(plan))  # settings of others do not fit what we quantize
+    inside = (p for p in plan.parameters if plan.outputs[p.output].in_model)
+    kept = not plan.scheme and holds_quantized(inside)  # settings of others do not fit what we quantize
     return folder.side_files.for_quantized() if kept else folder.side_files
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -247,10 +248,11 @@ def _identity(
         files.update(os.fsencode(f"{f.name}\0{f.nbytes}\0{f.mtime_ns}\n"))
     sources = hashlib.sha256()
     digests: dict[int, bytes] = {}  # experts of one fused tensor share its table
+    told_box = functools.lru_cache(maxsize=1 << 10)(Box.__str__)
     for p in parameters:
         sources.update(f"{p.name}\0{p.source.view}\0{p.source.dtype}\n".encode())
         for take in p.source.takes:
-            sources.update(f"{take.source_box}{take.dest_box}{take.permute}".encode())
+            sources.update(f"{told_box(take.source_box)}{told_box(take.dest_box)}{take.permute}".encode())
             tables = [take.table]
             if take.fold is not None:
                 told, factors = _fold_identity(take.fold)

@@ -20,6 +20,7 @@ from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 
 __all__ = ["check_shards", "resolve", "split_leading_dim"]
 
+_AT_ONCE = 1 << 16  # rows of tables that are looked at together
 _LARGEST_OF_NOTHING = 1 << 24
 """Rules that unstack a tensor look at each index of a dim, so an empty tensor may not claim 10**18 of them."""
 
@@ -32,6 +33,7 @@ def check_shards(catalog: Catalog, names: Iterable[str]) -> None:
     """
     sizes = np.array([f.nbytes for f in catalog.files], dtype=np.int64)
     tiled: set[tuple[int, int, tuple[int, ...]]] = set()  # tensors of one layout share the arrays of their boxes
+    alike: dict[tuple[int, int, int], list[tuple[TensorRef, ShardTable]]] = {}
     for name in names:
         tensor = catalog.tensors[name]
         table = tensor.shards
@@ -52,7 +54,27 @@ def check_shards(catalog: Catalog, names: Iterable[str]) -> None:
             )
         for part in (table, tensor.replicas):
             if part is not None and len(part):
-                _check_extents(catalog, tensor, part, sizes)
+                key = (id(part.start), id(part.stop), tensor.on_disk.itemsize)
+                together = alike.setdefault(key, [])
+                together.append((tensor, part))
+                if len(together) * len(part) >= _AT_ONCE:
+                    _check_alike(catalog, together, sizes)
+                    together.clear()
+    for together in alike.values():
+        _check_alike(catalog, together, sizes)
+
+
+def _check_alike(catalog: Catalog, tables: list[tuple[TensorRef, ShardTable]], sizes: np.ndarray) -> None:
+    """Raise unless the extents of tables with the same boxes and item size lie inside their files."""
+    if not tables:
+        return
+    tensor, table = tables[0]
+    counts = np.prod(table.stop - table.start, axis=1, dtype=np.int64)
+    offset = np.stack([other.offset for _, other in tables])
+    room = (sizes[np.stack([other.file for _, other in tables])] - offset) // tensor.on_disk.itemsize
+    if ((offset < 0) | (counts > room)).any():
+        for tensor, table in tables:
+            _check_extents(catalog, tensor, table, sizes)
 
 
 def _check_extents(catalog: Catalog, tensor: TensorRef, table: ShardTable, sizes: np.ndarray) -> None:
@@ -104,8 +126,11 @@ def resolve(catalog: Catalog, parameter: Parameter, folds: Mapping[str, LowRank 
 
 
 def _resolved(tensor: TensorRef, take: Take, parameter: Parameter, fold: LowRank | Scaled | None) -> ResolvedTake:
-    shape = (*take.split, *tensor.shape[1:]) if take.split else tensor.shape
     box = take.source_box
+    plain = fold is None and not take.split and not take.permute
+    if plain and box == take.dest_box and box.stop == tensor.shape and not any(box.start):  # nearly all of them
+        return ResolvedTake(tensor.shards, box, box, (), None, tensor.stored)
+    shape = (*take.split, *tensor.shape[1:]) if take.split else tensor.shape
     axes = take.permute or tuple(range(len(shape)))
     inside = (
         len(box.start) == len(shape)
