@@ -35,6 +35,8 @@ NESTS = ("text_config", "vision_config", "audio_config", "encoder_config", "deco
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 COUNTS = re.compile(r"shared|lora|rank|every|interval|step|freq|dense|nextn|mtp|group|deepstack|fullatt|projection")
 SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4}
+UNSAID = {"head_dim": 64, "num_key_value_heads": 4}
+"""For classes that cannot be built from their own defaults, which leave these out."""
 
 Seen = dict[str, set[frozenset[str]]]
 
@@ -106,7 +108,11 @@ def models() -> Iterator[tuple[str, Any, Any]]:
             config = sort()
             with contextlib.suppress(Exception):  # some want lists of that length
                 config = sort(**{k: v for k, v in SMALL.items() if k in config.to_dict() or k in sort.attribute_map})
-            yield model_type, MODEL_FOR_CAUSAL_LM_MAPPING[sort], config
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[sort]
+            if names_of(kind, config) is None:
+                for key in [key for key in UNSAID if config.to_dict().get(key, 0) is None]:
+                    setattr(config, key, UNSAID[key])
+            yield model_type, kind, config
 
 
 def observe(to: pathlib.Path) -> None:

@@ -3,59 +3,51 @@
 `parts.json` cannot ask for them, since a setting takes them away, and layers that all lack one look alike. A loader
 would make up those that are missing and leave out those that it does not expect.
 
-Facts: models of transformers 4.57.6, each built with the setting on and off.
+`biases.json` says for each `model_type`, of a whole model or of one inside it, which flag of its config is about the
+biases of which modules (`module_of`), and what the class takes where a file does not say. Seen in models of
+transformers 4.57.6 and 5.24.0, each built with every flag on and off (`tests/families/make_biases.py`); what the two
+versions disagree about is not in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+import importlib.resources
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.structure import layer_of
-from merge_stream.architectures.tables.base import words
-from merge_stream.errors import CheckpointError, IncompleteShardsError
+from merge_stream.errors import CheckpointError, IncompleteShardsError, MergeStreamError
 
-__all__ = ["check_biases"]
+__all__ = ["check_biases", "module_of"]
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A key of config.json, the modules of a layer that it is about, and what it means where it is not there."""
+    """A flag of config.json, the modules that it is about, and its value where it is not there (None: not known)."""
 
     key: str
+    default: bool | None
     modules: frozenset[str]
-    default: bool = False
 
 
-def _modules(at: str, names: str) -> frozenset[str]:
-    return frozenset(f"{at}.{name}" for name in names.split())
-
-
-_QKV = _modules("self_attn", "q_proj k_proj v_proj")
-_OUT = _modules("self_attn", "o_proj")
-_ATTENTION = _Setting("attention_bias", _QKV | _OUT)
-_GATED_MLP = _Setting("mlp_bias", _modules("mlp", "gate_proj up_proj down_proj"))
-_BY_TYPE: dict[str, tuple[_Setting, ...]] = {
-    **dict.fromkeys(words("gemma gemma2 gemma3_text olmo olmo2 olmo3 olmoe qwen3 qwen3_moe"), (_ATTENTION,)),
-    **dict.fromkeys(words("llama granite smollm3"), (_ATTENTION, _GATED_MLP)),
-    "glm4": (_Setting("attention_bias", _QKV, default=True),),
-    "glm4_moe": (_Setting("attention_bias", _QKV),),
-    "gpt_neox": (_Setting("attention_bias", _modules("attention", "query_key_value dense"), default=True),),
-    "gpt_oss": (_Setting("attention_bias", _QKV | _OUT, default=True),),
-    "nemotron": (_ATTENTION, _Setting("mlp_bias", _modules("mlp", "up_proj down_proj"))),
-    "qwen2_moe": (_Setting("qkv_bias", _QKV, default=True),),
-    "seed_oss": (
-        _Setting("attention_bias", _QKV, default=True),
-        _Setting("attention_out_bias", _OUT),
-        _GATED_MLP,
-    ),
-    "starcoder2": (_Setting("use_bias", _QKV | _OUT | _modules("mlp", "c_fc c_proj"), default=True),),
-}
+@functools.cache
+def _tables() -> dict[str, tuple[_Setting, ...]]:
+    text = importlib.resources.files(__package__ or "").joinpath("biases.json").read_text("utf-8")
+    return {
+        kind: tuple(_Setting(key, told["default"], frozenset(told["modules"])) for key, told in settings.items())
+        for kind, settings in json.loads(text).items()
+    }
 
 
 def check_biases(names: Collection[str], model: ModelInfo) -> None:
-    """Compare the biases beside the weights of every layer with the config.
+    """Compare the biases beside the weights with the config, and with the configs inside it.
 
     `names` are those of the repository. IncompleteShardsError for biases that are missing, CheckpointError for those
     that the config denies. A model with code of its own (`auto_map`) may have others and is not asked.
@@ -63,30 +55,51 @@ def check_biases(names: Collection[str], model: ModelInfo) -> None:
     config = model.config or {}
     if "auto_map" in config:
         return
-    for setting in _BY_TYPE.get(model.model_type, ()):
-        told = bool(config.get(setting.key, setting.default))
-        beside = [_bias_of(name) for name in sorted(names) if _is_weight_of(name, setting)]
-        wrong = [bias for bias in beside if (bias in names) != told]
-        if not wrong:
-            continue
-        first = wrong[0] + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-        says = "says" if setting.key in config else "has by default"
-        where = f"{model.config_path or 'config.json'} {says} {setting.key} {str(told).lower()}"
-        other = (
-            f"set {setting.key} to {str(not told).lower()} in config.json if the model was trained so, or write the "
-        )
-        other += "weights alone with `--no-config`"
-        if told:
-            msg = f"{first} {'are' if len(wrong) > 1 else 'is'} missing: {where}"
-            raise IncompleteShardsError(msg, hint=f"pass the folder that holds all shards; {other}")
-        msg = f"the checkpoint holds {first}, but {where}: loaders would leave out what was trained"
-        raise CheckpointError(msg, hint=other)
+    biases: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(".weight"):
+            bias = name.removesuffix("weight") + "bias"
+            biases.setdefault(module_of(bias), []).append(bias)
+    for at, part in _configs(config):
+        for setting in _tables().get(str(part.get("model_type")), ()):
+            told = part.get(setting.key, setting.default)
+            if told is not None:
+                beside = [bias for module in sorted(setting.modules) for bias in biases.get(module, ())]
+                wrong = [bias for bias in beside if (bias in names) != bool(told)]
+                if wrong:
+                    where = (
+                        f"{model.config_path or 'config.json'} {'says' if setting.key in part else 'has by default'}"
+                    )
+                    raise _error(wrong, where, at + setting.key, told=bool(told))
 
 
-def _is_weight_of(name: str, setting: _Setting) -> bool:
-    parts = layer_of(name)
-    return parts is not None and parts[2].endswith(".weight") and parts[2].removesuffix(".weight") in setting.modules
+def module_of(name: str) -> str:
+    """The module of a tensor with its numbers left open; inside a text layer without what stands before the layers.
+
+    `model.layers.3.self_attn.q_proj.bias` and `language_model.model.layers.3.self_attn.q_proj.bias` both are
+    of `layers.#.self_attn.q_proj`.
+    """
+    layer = layer_of(name)
+    rest = f"layers.{layer[1]}.{layer[2]}" if layer else name
+    return _NUMBER.sub("#", "." + rest)[1:].rpartition(".")[0]
 
 
-def _bias_of(weight: str) -> str:
-    return weight.removesuffix("weight") + "bias"
+def _error(wrong: list[str], where: str, key: str, *, told: bool) -> MergeStreamError:
+    first = wrong[0] + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+    where = f"{where} {key} {str(told).lower()}"
+    other = f"set {key} to {str(not told).lower()} in config.json if the model was trained so, or write the "
+    other += "weights alone with `--no-config`"
+    if told:
+        msg = f"{first} {'are' if len(wrong) > 1 else 'is'} missing: {where}"
+        return IncompleteShardsError(msg, hint=f"pass the folder that holds all shards; {other}")
+    return CheckpointError(
+        f"the checkpoint holds {first}, but {where}: loaders would leave out what was trained", hint=other
+    )
+
+
+def _configs(config: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """("", config), then those inside it with the keys that lead there: ("text_config.", ...)."""
+    yield at, config
+    for key, inside in config.items():
+        if isinstance(inside, Mapping) and "model_type" in inside:
+            yield from _configs(inside, f"{at}{key}.")
