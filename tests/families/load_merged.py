@@ -39,9 +39,10 @@ def logits(model: Any) -> Any:
 def dump(work: pathlib.Path, names: list[str]) -> None:
     """Stage 1, inside one transformers: the trainer's state dict, its config and its logits."""
     import torch
+    import transformers
     from safetensors.torch import save_file
 
-    from tests.families.models import build
+    from tests.families.models import MODELS, build
 
     for name in names:
         folder = work / name / "ckpt"
@@ -49,7 +50,9 @@ def dump(work: pathlib.Path, names: list[str]) -> None:
             model = build(name)
         except Exception as error:  # noqa: BLE001 - a family that this version cannot build is reported, not fatal
             (work / name).mkdir(parents=True, exist_ok=True)
-            (work / name / "failed").write_text(f"{type(error).__name__}: {error}"[:200])
+            here = hasattr(transformers, MODELS[name][0]) and hasattr(transformers, MODELS[name][1])
+            text = f"BAD {type(error).__name__}: {error}"[:200] if here else "unknown to this version"
+            (work / name / "failed").write_text(text)
             continue
         folder.mkdir(parents=True)
         generator = torch.Generator().manual_seed(1)
@@ -132,7 +135,7 @@ def merge(work: pathlib.Path, names: list[str]) -> None:
                 tool()
             except SystemExit as ended:
                 if ended.code:
-                    (work / name / "failed").write_text(f"merge ended with {ended.code}")
+                    (work / name / "failed").write_text(f"BAD merge ended with {ended.code}")
 
 
 def main() -> None:
@@ -170,6 +173,8 @@ def main() -> None:
                 if (at / name / "failed").exists():
                     table[name][f"{trainer}"] = (at / name / "failed").read_text()
         for name, row in table.items():
+            if len([word for word in row.values() if word.startswith("ok")]) == 0:
+                row["loaded"] = "BAD by none"
             print(name, *(f"[{k}: {v}]" for k, v in row.items()), flush=True)
         sys.exit(any("BAD" in word for row in table.values() for word in row.values()))
 

@@ -12,7 +12,8 @@ import pytest
 from merge_stream.architectures.base import BaseTensor, ModelInfo
 from merge_stream.architectures.naming import map_names
 from merge_stream.architectures.parts import check_parts, known_parts
-from merge_stream.errors import IncompleteShardsError
+from merge_stream.architectures.structure import check_structure, layer_of
+from merge_stream.errors import CheckpointError, IncompleteShardsError
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
 from tests.families.test_goldens import BF16, GOLDENS, mapped, read
 from tests.folder.models import llama, llama_config
@@ -31,6 +32,13 @@ class TestFamily:
         names, model = names_of(path)
         assert check_parts(names, model) == ()
 
+    def test_the_last_layer_is_missed(self, path: pathlib.Path) -> None:
+        names, model = names_of(path)
+        stem, last = max((stem, number) for stem, number, _ in filter(None, map(layer_of, names)))
+        counted = {**(model.config or {}), "num_hidden_layers": last + 2, "num_layers": last + 2}
+        with pytest.raises(IncompleteShardsError, match=rf"{stem}{last + 1} is missing: .* says {last + 2} layers"):
+            check_structure(dict.fromkeys(names, ()), ModelInfo(counted))
+
     def test_a_projection_that_is_nowhere_is_named(self, path: pathlib.Path) -> None:
         names, model = names_of(path)
         kinds = {re.sub(r"\.\d+\.", ".N.", n) for n in names if re.search(r"layers\.\d+\..*(_proj|w[123])\.weight$", n)}
@@ -42,6 +50,17 @@ class TestFamily:
                 continue
             found += 1
         assert found * 10 >= len(kinds) * 7, f"{found} of {len(kinds)}"
+
+
+@pytest.mark.parametrize("family", ["cohere2_moe.tf5", "flex_olmo.tf4", "hunyuan_v1_moe.tf5", "jamba.tf4", "olmoe.tf5"])
+def test_experts_of_some_families_are_intermediate_size_wide(family: str) -> None:
+    """Their config may hold a `moe_intermediate_size`, which their classes do not read."""
+    golden = read(next(path for path in GOLDENS if path.stem == family))
+    shapes = {name: tuple(told[2]) for name, told in golden["outputs"].items()}
+    config = {**golden["config"], "intermediate_size": 48, "moe_intermediate_size": 24}
+    check_structure(shapes, ModelInfo(config))
+    with pytest.raises(CheckpointError, match=r"says 96 (rows|columns) \(intermediate_size\)"):
+        check_structure(shapes, ModelInfo({**config, "intermediate_size": 96}))
 
 
 PARTS = sorted(name.removeprefix("model.layers.0.") for name in LLAMA if name.startswith("model.layers.0."))

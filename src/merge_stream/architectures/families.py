@@ -14,6 +14,7 @@ __all__ = [
     "AUDIO_AND_VISION",
     "DENSE",
     "EMBEDDINGS",
+    "EXPERTS_OF_INTERMEDIATE_SIZE",
     "FUSED_EXPERTS",
     "HEADS",
     "LLAMA_LIKE",
@@ -73,6 +74,9 @@ PART_SHAPES: dict[str, tuple[str, ...]] = {
     "mlp.up_proj.weight": ("intermediate", "hidden"),
     "mlp.down_proj.weight": ("hidden", "intermediate"),
 }
+
+# Mixtures whose experts are `intermediate_size` wide; a `moe_intermediate_size` in their config is read by no loader.
+EXPERTS_OF_INTERMEDIATE_SIZE = _words("cohere2_moe flex_olmo hunyuan_v1_moe jamba olmoe")
 
 # `tie_word_embeddings` when the config does not say: true in both 4.57.6 and 5.24.0. Where they disagree, or where
 # the family is unknown, nothing is tied (both tensors are then written, which loads everywhere).

@@ -17,6 +17,7 @@ from typing import Any
 from merge_stream.architectures.base import ModelInfo, class_names
 from merge_stream.architectures.families import (
     EMBEDDINGS,
+    EXPERTS_OF_INTERMEDIATE_SIZE,
     FUSED_EXPERTS,
     HEADS,
     LLAMA_LIKE,
@@ -38,7 +39,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model", "n_embed")
 _LAYER = re.compile(
     r"(?P<stem>(?:model\.|transformer\.|gpt_neox\.|backbone\.|model\.decoder\.|model\.language_model\."
-    r"|language_model\.model\.|text_model\.model\.|thinker\.model\.|biogpt\.|rwkv\.)?(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)"
+    r"|language_model\.model\.|text_model\.model\.|model\.text_model\.|thinker\.model\.|biogpt\.|rwkv\.)?(?:layers|h|blocks)\.)(?P<number>\d+)\.(?P<rest>.+)"
 )
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 _EXPERT = re.compile(r"(?P<stem>(?:.*\.)?experts\.)(?P<number>\d+)\.(?P<rest>.+)")
@@ -242,7 +243,9 @@ def _check_parts(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
 def _check_expert_width(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
     """Routed experts are as wide as the config says; half of it is a tensor-parallel part."""
     config = model.config or {}
-    wanted = text_value(config, "moe_intermediate_size")
+    kinds = {str(part.get("model_type")) for part in text_configs(config)}
+    key = "intermediate_size" if kinds & EXPERTS_OF_INTERMEDIATE_SIZE else "moe_intermediate_size"
+    wanted = text_value(config, key)
     if wanted is None or "quantization_config" in config:
         return
     for name, shape in shapes.items():
@@ -250,7 +253,7 @@ def _check_expert_width(shapes: Mapping[str, Ints], model: ModelInfo) -> None:
         dim = _WIDTHS.get(match["rest"]) if match else None
         if dim is not None and len(shape) == 2 and shape[dim] != wanted:
             what = ("rows", "columns")[dim]
-            msg = f"{name} is {list(shape)}, but {_where(model)} says {wanted} {what} (moe_intermediate_size)"
+            msg = f"{name} is {list(shape)}, but {_where(model)} says {wanted} {what} ({key})"
             raise CheckpointError(msg, hint=f"a tensor-parallel part saved as a whole, or {_OTHER_MODEL}")
 
 
