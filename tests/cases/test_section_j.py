@@ -102,7 +102,7 @@ def test_quantization_settings_of_the_base_go_with_plain_weights(
 ) -> None:
     """Rule 6 of the output: the base is fp8, what was trained is bf16."""
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    files = {"hf_quant_config.json": "{}", "tokenizer.json": "{}"}
+    files = {"hf_quant_config.json": "{}", "tokenizer.json": '{"model": {}}'}
     base = model_folder(tmp_path / "base", llama(), llama_config(quantization_config=settings), files)
     source = checkpoint(tmp_path / "ckpt", llama())
     assert merge(source, tmp_path / "out", "--base-model", str(base), "--json") == 0

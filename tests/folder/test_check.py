@@ -248,6 +248,19 @@ def test_an_adapter_needs_its_alpha(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
     assert check_folder(tmp_path / "m").ok
     assert rules(tmp_path / "m") == {"adapter-only"}
+    (adapter / "adapter_config.json").write_text('{"lora_alpha": 4}')
+    assert rules(tmp_path / "m", "error") == {"adapter-config"}
+
+
+def test_a_model_without_its_weights_is_no_adapter(tmp_path: Path) -> None:
+    """`--lora both` makes a model and an adapter; what is left when the model was lost has a config.json."""
+    path = folder(tmp_path)
+    (path / "lora_adapter").mkdir()
+    save_file({"base_model.model.a.lora_A.weight": torch.zeros(2, 2)}, path / "lora_adapter/adapter_model.safetensors")
+    (path / "lora_adapter/adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 4}')
+    assert check_folder(path).findings == ()
+    (path / "model.safetensors").unlink()
+    assert rules(path, "error") == {"no-weights"}
 
 
 def test_the_shards_of_a_trainer_are_no_model(tmp_path: Path) -> None:
@@ -255,7 +268,7 @@ def test_the_shards_of_a_trainer_are_no_model(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "actor", llama())
     (path / "lora_adapter").mkdir()
     save_file({"base_model.model.a.lora_A.weight": torch.zeros(2, 2)}, path / "lora_adapter/adapter_model.safetensors")
-    (path / "lora_adapter/adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    (path / "lora_adapter/adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 4}')
     assert rules(path, "error") == {"no-weights"}
     found = check_folder(path).findings
     assert "model_world_size_1_rank_0.pt" in found[0].text
@@ -264,9 +277,9 @@ def test_the_shards_of_a_trainer_are_no_model(tmp_path: Path) -> None:
 
 def test_an_adapters_own_folder_is_checked_as_one(tmp_path: Path) -> None:
     save_file({"base_model.model.a.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 4}')
     assert rules(tmp_path) == {"adapter-only"}
-    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 0}')
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 0}')
     assert rules(tmp_path, "error") == {"adapter-alpha"}
     (tmp_path / "adapter_config.json").unlink()
     assert rules(tmp_path, "error") == {"adapter-config"}
@@ -381,6 +394,7 @@ def test_names_of_wrappers(tmp_path: Path) -> None:
 def test_fused_experts_of_a_family_that_stores_them_apart(tmp_path: Path) -> None:
     tensors = {n: t for n, t in llama().items() if ".mlp." not in n}
     tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(4, 8).bfloat16()
+    tensors |= {f"model.layers.0.self_attn.{k}_norm.weight": torch.ones(4).bfloat16() for k in "qk"}
     fused = {
         "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 16, 8).bfloat16(),
         "model.layers.0.mlp.experts.down_proj": torch.zeros(4, 8, 8).bfloat16(),
@@ -516,9 +530,11 @@ def test_router_that_is_not_named_as_plain(tmp_path: Path) -> None:
     [
         ("tokenizer.json", None, "tokenizer", "warning"),
         ("tokenizer.json", "{", "tokenizer", "error"),
+        ("tokenizer.json", "{}", "tokenizer", "error"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 16}}}', "vocabulary", "error"),
         ("tokenizer.json", '{"model": {"vocab": {}}, "added_tokens": [{"id": 40}]}', "vocabulary", "error"),
         ("tokenizer_config.json", "[]", "json", "error"),
+        ("tokenizer_config.json", None, "tokenizer-config", "warning"),
         ("tokenizer_config.json", '{"tokenizer_class": "TokenizersBackend"}', "tokenizer-class", "warning"),
         ("tokenizer_config.json", '{"extra_special_tokens": []}', "tokenizer-class", "warning"),
         ("tokenizer_config.json", "{}", "chat-template", "note"),

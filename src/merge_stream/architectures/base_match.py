@@ -17,7 +17,7 @@ from merge_stream.architectures.structure import layer_of, text_value
 from merge_stream.architectures.ties import tied_by_config
 from merge_stream.units import counted
 
-__all__ = ["BaseMatch", "compare_with_base", "packed", "plain_weights"]
+__all__ = ["BaseMatch", "compare_with_base", "packed", "plain_name", "plain_weights"]
 
 Ints = tuple[int, ...]
 
@@ -99,23 +99,21 @@ def compare_with_base(shapes: Mapping[str, Ints], model: ModelInfo) -> BaseMatch
 
 def packed(name: str) -> bool:
     """True for a tensor that only a quantized model has."""
-    return bool(_SCALES.fullmatch(name) or _PACKED.fullmatch(name))
+    return plain_name(name) != name
+
+
+def plain_name(name: str) -> str | None:
+    """What the tensor is called in the same model unquantized; None when it has none there (scales)."""
+    if _SCALES.fullmatch(name):
+        return None
+    found = _PACKED.fullmatch(name)
+    return name if found is None else found["plain"] + ".weight" * (found["packed"] == ".qweight")
 
 
 def plain_weights(base: Mapping[str, BaseTensor]) -> dict[str, Ints | None]:
     """Names of the base as an unquantized model has them; shape None where it was packed."""
-    plain: dict[str, Ints | None] = {}
-    for name, tensor in base.items():
-        if _SCALES.fullmatch(name):
-            continue
-        packed = _PACKED.fullmatch(name)
-        if packed is None:
-            plain[name] = tensor.shape
-        else:
-            plain[
-                packed["plain"] + ("" if packed["packed"] == "_blocks" else ".weight" * (packed["packed"][0] == "."))
-            ] = None
-    return plain
+    named = ((plain_name(name), name, tensor.shape) for name, tensor in base.items())
+    return {plain: shape if plain == name else None for plain, name, shape in named if plain is not None}
 
 
 def _predicts(name: str, model: ModelInfo) -> bool:

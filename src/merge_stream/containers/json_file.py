@@ -11,6 +11,15 @@ from merge_stream.storage.base import ByteTree
 
 __all__ = ["read_json"]
 
+_KINDS = {
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "the null",
+}
+
 
 def read_json(tree: ByteTree, name: str, limit: int) -> dict[str, Any]:
     """The JSON object in a file of at most `limit` bytes.
@@ -34,7 +43,7 @@ def read_json(tree: ByteTree, name: str, limit: int) -> dict[str, Any]:
             f"{where} is no valid JSON: {reason}", hint="the file is damaged or half written: copy it again"
         ) from None
     if not isinstance(document, dict):
-        raise CorruptCheckpointError(f"{where} holds a JSON {type(document).__name__}, wanted an object")
+        raise CorruptCheckpointError(f"{where} holds {_KINDS[type(document)]} of JSON, wanted an object")
     return document
 
 

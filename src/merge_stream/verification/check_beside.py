@@ -41,12 +41,18 @@ def _tokenizer(folder: CheckedFolder, rows: int | None) -> Iterator[Finding]:
     found = folder.json("tokenizer.json")
     if isinstance(found, str):
         yield Finding("error", "beside", "tokenizer", "transformers, vLLM, SGLang, TGI", found, _COPY)
+    elif found is not None and not isinstance(found.get("model"), dict):
+        text = "tokenizer.json has no `model`, which the tokenizers library wants"
+        yield Finding("error", "beside", "tokenizer", "transformers, vLLM, SGLang, TGI", text, _COPY)
     elif found is not None and rows is not None:
         highest = _highest_id(found)
         if highest is not None and highest >= rows:
             text = f"tokenizer.json has token ids up to {highest}, the embedding has {rows} rows"
             yield Finding("error", "beside", "vocabulary", "all, when such a token is read", text)
     settings = folder.json("tokenizer_config.json")
+    if settings is None and "tekken.json" not in folder.names:
+        text = "there is no tokenizer_config.json: loaders guess the class, the special tokens and the chat template"
+        yield Finding("warning", "beside", "tokenizer-config", "transformers, vLLM, SGLang, TGI", text, _COPY)
     if isinstance(settings, dict):
         if settings.get("tokenizer_class") == "TokenizersBackend":
             text = "tokenizer_class TokenizersBackend is known to transformers 5 only"

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo, class_names
+from merge_stream.architectures.base_match import plain_name
+from merge_stream.architectures.biases import check_biases
 from merge_stream.architectures.families import HEADS
+from merge_stream.architectures.lookup import family_of
+from merge_stream.architectures.parts import check_parts
 from merge_stream.architectures.structure import TEXT_NESTS, check_structure
 from merge_stream.architectures.ties import find_ties, tied_by_config
 from merge_stream.errors import MergeStreamError
@@ -84,6 +88,25 @@ def _shapes(folder: CheckedFolder, model: ModelInfo) -> Iterator[Finding]:
         return
     for note in notes:  # labels that differ from the rows of the head
         yield Finding("error", "config", "labels", "transformers", note, "set id2label and label2id")
+    yield from _complete(folder, model)
+
+
+def _complete(folder: CheckedFolder, model: ModelInfo) -> Iterator[Finding]:
+    """Biases that a flag gives or takes, parts that every layer lacks; not asked about names of no repository."""
+    names = {plain_name(name) or name for name in folder.tensors}
+    family = family_of(model)
+    strange = family is not None and family.strangers(name for name in names if not HEADS.fullmatch(name))
+    if strange or not model.model_type or any("lora_" in name for name in names):
+        return
+    again = "correct config.json, or merge again from all shards"
+    try:
+        check_biases(names, model)
+        parts = check_parts(names, model)
+    except MergeStreamError as error:
+        yield Finding("error", "config", "parts", "all", error.message, again)
+        return
+    for note in parts:
+        yield Finding("note", "config", "parts", "all", note)
 
 
 def _ties(folder: CheckedFolder, config: dict[str, Any], model: ModelInfo) -> Iterator[Finding]:

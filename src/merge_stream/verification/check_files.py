@@ -68,6 +68,9 @@ def check_adapter(folder: CheckedFolder, at: str = "lora_adapter/") -> Iterator[
     if not isinstance(config, dict):
         text = config or f"{at}adapter_config.json is not there"
         yield Finding("error", "adapter", "adapter-config", "peft, vLLM", text)
+    elif not config.get("peft_type"):
+        text = f"{at}adapter_config.json names no peft_type"
+        yield Finding("error", "adapter", "adapter-config", "peft, vLLM", text, _COPY)
     elif not config.get("lora_alpha"):
         text = f"{at}adapter_config.json says lora_alpha {config.get('lora_alpha')}: the adapter has no effect"
         yield Finding("error", "adapter", "adapter-alpha", "peft, vLLM", text, "write it again with --lora-alpha N")
@@ -122,7 +125,7 @@ def _model_files(
     if not plain:
         has_adapter = any(name.startswith("lora_adapter/") for name in folder.tree.files)
         others = [name for name in folder.names if _OTHER_WEIGHTS.fullmatch(name)]
-        if has_adapter and not names and not others:
+        if has_adapter and not names and not others and "config.json" not in folder.names:
             yield Finding("note", "files", "adapter-only", _ALL, "the folder holds an adapter and no model")
         else:
             kind = f"; it has {listed([*names, *others])}" if names or others else ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
+from merge_stream.architectures.base_match import packed
 from merge_stream.architectures.families import EMBEDDINGS, FUSED_EXPERTS, HEADS, RECOMPUTED
 from merge_stream.architectures.lookup import family_of
 from merge_stream.architectures.structure import text_value
@@ -19,20 +20,6 @@ _WRAPPED = re.compile(
     r"|.*\.base_layer\..*|.*\.lora_[AB](\..*)?|.*_extra_state"
 )
 _BARE_TOWER = re.compile(r"(model\.)?vision_tower\.(embeddings|encoder|post_layernorm|pre_layrnorm)\..*")
-_QUANTIZED = (
-    "_scale_inv",
-    "_scale",
-    "_scales",
-    "_blocks",
-    "_packed",
-    "_shape",
-    "_zero_point",
-    ".qweight",
-    ".qzeros",
-    ".scales",
-    ".g_idx",
-    "_global_scale",
-)
 _MERGE = "merge-stream writes the names of the original repository (--layout upstream)"
 
 
@@ -53,7 +40,7 @@ def check_names(folder: CheckedFolder) -> Iterator[Finding]:
     if family is None:
         return
     seen = [n for n in folder.tensors if not (HEADS.fullmatch(n) or RECOMPUTED.fullmatch(n) or n in set(wrapped))]
-    seen = [name for name in seen if not name.endswith(_QUANTIZED)]
+    seen = [name for name in seen if not packed(name)]
     strange = family.strangers(seen)
     fused = [name for name in strange if FUSED_EXPERTS.fullmatch(name)]
     towers = [name for name in seen if _BARE_TOWER.fullmatch(name)] if _wants_vision_model(folder.config) else []
