@@ -5,7 +5,8 @@
         tests/makers/deepspeed_engine.py OUT autotp STAGE [tied] [frozen]        (needs transformers)
         tests/makers/deepspeed_engine.py OUT moe_tp STAGE EP [cut]               (tensor parallelism 2)
 
-DEEPSPEED is a folder made as in bench/deepspeed.py. Writes OUT/ckpt and OUT/module.safetensors. The fixtures are
+DEEPSPEED is a folder of `pip install --target`, with what bench/peers/zero_to_fp32.py installs and without torch.
+Writes OUT/ckpt and OUT/module.safetensors. The fixtures are
 `masters16_*` (2 ranks), `tp2_z3_tied_w4`, `uc_tp2_z2_frozen_w4` (then `ds_to_universal --no_strict`), `moe_tp2_*`;
 `uc_autoep_*` are `ds_to_universal` of others. Routing does not run on gloo: the loss is that of the weights.
 """

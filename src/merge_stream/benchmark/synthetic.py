@@ -103,8 +103,12 @@ def make_checkpoint(
     layout: Layout,
     dtype: str = "float32",
     scale: float = 1.0,
+    root: str = "",
 ) -> Synthetic:
-    """Write a checkpoint into the new folder `out`; ValueError when the layout does not go with the ranks."""
+    """Write a checkpoint into the new folder `out`; ValueError when the layout does not go with the ranks.
+
+    `root` of layout dcp: the key that holds the model ("model" as accelerate saves it); without, it is the top.
+    """
     values = Values(dtype)
     model = model_of(shape, scale=scale, itemsize=values.itemsize)
     if layout in ("hsdp", "tp") and (ranks % 2 or ranks < 2):
@@ -116,7 +120,7 @@ def make_checkpoint(
         _write_full(folder / "pytorch_model.bin", model, values, dtype)
         side = folder
     elif layout == "dcp":
-        _write_dcp(folder, model, values, dtype, ranks)
+        _write_dcp(folder, model, values, dtype=dtype, ranks=ranks, root=root)
         side = folder / "huggingface"
     else:
         _write_rank_files(folder, model, values, dtype=dtype, ranks=ranks, layout=layout)
@@ -240,7 +244,7 @@ def _placer(layout: str, ranks: int) -> Callable[[str, tuple[int, ...]], _Placed
     return two_dims
 
 
-def _write_dcp(folder: pathlib.Path, model: Model, values: Values, dtype: str, ranks: int) -> None:
+def _write_dcp(folder: pathlib.Path, model: Model, values: Values, *, dtype: str, ranks: int, root: str) -> None:
     """What `dcp.save` does on `ranks` ranks, each step for all ranks in turn; data is made when it is written."""
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -251,12 +255,12 @@ def _write_dcp(folder: pathlib.Path, model: Model, values: Values, dtype: str, r
 
         def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
             assert write_item.tensor_data is not None
-            chunk, name = write_item.tensor_data.chunk, write_item.index.fqn
+            chunk, name = write_item.tensor_data.chunk, write_item.index.fqn.removeprefix(f"{root}." if root else "")
             start, stop = chunk.offsets, [o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True)]
             box = values.box(model.tied.get(name, name), model.parameters[name], start, stop)
             return _as_torch(box, dtype)
 
-    def state_of() -> dict[str, torch.Tensor]:
+    def state_of() -> dict[str, Any]:
         place = _placer("dcp", ranks)
         state = {}
         for name, shape in model.parameters.items():
@@ -265,7 +269,7 @@ def _write_dcp(folder: pathlib.Path, model: Model, values: Values, dtype: str, r
             size = [b - a for a, b in zip(start, stop, strict=True)]
             local = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
             state[name] = _dtensor(local, shape, placed)
-        return state
+        return {root: state} if root else state
 
     writer = FileSystemWriter(folder, sync_files=False)
     planners, plans = [], []
