@@ -29,7 +29,19 @@ import sys
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2], safe_serialization=True, max_shard_size="5GB")
 """
-_NEEDS = ("hjson", "py-cpuinfo", "msgpack", "einops", "pydantic", "tqdm", "packaging", "psutil", "numpy", "safetensors")
+_NEEDS = (
+    "hjson",
+    "py-cpuinfo",
+    "msgpack",
+    "einops",
+    "pydantic",
+    "tqdm",
+    "packaging",
+    "psutil",
+    "numpy",
+    "safetensors",
+    "huggingface_hub",
+)
 _ROWS = 4096
 _RANKS = 8
 
