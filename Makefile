@@ -64,10 +64,12 @@ fuzz: $(STAMP)  ## damaged checkpoints: structured mutations, then coverage-guid
 crash: $(STAMP)  ## 100 random kill -9 + resume runs, outputs compared byte for byte
 	$(BIN)/python -m tests.crash.kill_resume --runs 100
 
-bench: $(STAMP)  ## merge-stream against the floor, the in-memory way and torch's consolidation
-	$(BIN)/python -m bench.compare
+# BENCH="--only layouts" measures one group again
+BENCH ?=
+bench: $(STAMP)  ## merge-stream against the floor, the in-memory way and torch's consolidation (15 minutes)
+	$(BIN)/python -m bench.compare $(BENCH)
 
-bench-smoke: $(STAMP)  ## the same on a small checkpoint: does every contender still run?
+bench-smoke: $(STAMP)  ## the same on a small checkpoint, with generous limits (1 minute)
 	$(BIN)/python -m bench.compare --smoke
 
 # 5.24 cannot load a LongCat of this size (docs/architectures.md)

@@ -50,9 +50,9 @@ def _ranks(shape: str, ranks: int) -> Case:
 
 
 CASES = {
-    "llama-405b": [_ranks("llama-405b", ranks) for ranks in (128, 256, 512)],
-    "deepseek-v3": [_ranks("deepseek-v3", 64)],
-    "moe-1t": [_ranks("moe-1t", 256)],
+    "llama-405b": [_ranks("llama-405b", ranks) for ranks in (64, 128, 256, 512)],
+    "deepseek-v3": [_ranks("deepseek-v3", ranks) for ranks in (16, 64)],
+    "moe-1t": [_ranks("moe-1t", ranks) for ranks in (64, 256)],
     "megatron": [Case("megatron torch_dist, TP 8 PP 16 EP 32", make_sparse_megatron, "ckpt", ("--base-model", "hf"))],
 }
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from bench import measure, read_ways
+from bench.peers.race import CHECKPOINT, OUT, Peer, Race, hold
 from bench.read_ways import WAYS
+from bench.results import Results
 from bench.tables import replace_between_markers
 from merge_stream.benchmark.shapes import SHAPES, model_of
 from merge_stream.benchmark.synthetic import Layout, Synthetic, as_rank, main, make_checkpoint
@@ -225,6 +227,58 @@ def test_tables_of_two_writers_stand_in_one_page(tmp_path: pathlib.Path) -> None
         for writer in ("bench.compare", "bench.io")
     )
     assert page.read_text() == wanted
+
+
+# ---------------------------------------------------------------------------------- groups and peers
+
+
+def test_a_run_goes_on_group_by_group_on_the_same_machine_only(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "results.json"
+
+    def measured(title: str) -> dict[str, object]:
+        return {"seconds": 3, "imports": {"a": 1}, "faults": [], "experiments": [{"title": title}]}
+
+    here = {"cpu": "x", "date": "2026-12-01"}
+    Results.of(file, here).add("b", measured("two"))
+    later = Results.of(file, {**here, "date": "2026-12-02"})
+    assert later.document("abc")["groups"] == ["b"]
+    later.add("a", measured("one"))
+    document = Results.of(file, here).document("abc")
+    assert [experiment["title"] for experiment in document["experiments"]] == ["one", "two"]
+    assert document["machine"]["date"] == "2026-12-02, 2026-12-01"
+    assert document["machine"]["seconds"] == 6
+    later.add("b", measured("two again"))
+    assert later.document("abc")["experiments"][1]["title"] == "two again"
+    assert not Results.of(file, {**here, "cpu": "y"}).groups
+
+
+_TOOL = """
+import pathlib, sys
+from merge_stream.__main__ import main
+sys.argv = ["merge-stream", sys.argv[1], sys.argv[2], "-q"]
+try:
+    main()
+finally:
+    for file in pathlib.Path(sys.argv[2]).glob("*.safetensors"):
+        with file.open("r+b") as wrong:
+            wrong.seek(-1, 2)
+            last = wrong.read(1)
+            wrong.seek(-1, 2)
+            wrong.write(bytes([last[0] ^ CHANGE]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [0, 1])
+def test_a_peer_that_writes_one_other_bit_is_told(change: int, tmp_path: pathlib.Path) -> None:
+    made = make_checkpoint(tmp_path / "ckpt", shape="tiny", ranks=2, layout="fsdp2")
+    words = ("python", "-c", _TOOL.replace("CHANGE", str(change)), CHECKPOINT, OUT)
+    race = Race("a race", made.folder, ("--dtype", "keep"), {"other": words})
+    peer = Peer("numpy", (), "import numpy", lambda _folder, _size: (yield race))
+    text, faults = hold(peer, race, pathlib.Path(sys.prefix), 1, lambda _line: None)
+    assert [fault.startswith("other and merge-stream differ in 1 tensors") for fault in faults] == [True] * change
+    assert ("**differ**" in text) == bool(change)
+    assert "| other | " in text
 
 
 def test_layouts_are_all_tested() -> None:
