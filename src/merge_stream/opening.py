@@ -63,7 +63,8 @@ def open_checkpoint(
         notes = (f"the checkpoint is in {found.folder}/ below the given folder", *notes)
     dirs = dict.fromkeys((*catalog.config_dirs, *_config_dirs(tree)))
     facts = {"detected by": found.detection.evidence, **catalog.facts}
-    beside = {n: t.files[n].path for t in (tree, found.tree) for n in SETTINGS_FILES if n in t.files}
+    beside = dict(catalog.beside)
+    beside |= {n: t.files[n].path for t in (tree, found.tree) for n in SETTINGS_FILES if n in t.files}
     if options.rules is not None:
         read_rules(options.rules)  # a mistake in it is told before anything else
         beside[NAMING] = os.path.abspath(options.rules)

@@ -20,6 +20,7 @@ from merge_stream.errors import (
     TruncatedFileError,
 )
 from merge_stream.formats.megatron import MEMBER
+from merge_stream.options import OpenOptions
 from merge_stream.storage.local import LocalTree
 from tests.formats.naive import DATA
 from tests.formats.test_deepspeed import content
@@ -128,6 +129,15 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], type[MergeStreamError], 
         CorruptCheckpointError,
         "'other'",
     ),
+    "the other ranks' folders": (
+        "legacy_llama_tp2_pp2",
+        lambda c: (
+            [p.rename(c / p.name) for p in sorted((c / STEP / "mp_rank_00_000").iterdir())]
+            + [shutil.rmtree(c / STEP), (c / "latest_checkpointed_iteration.txt").unlink()]
+        ),
+        IncompleteShardsError,
+        "folder of one rank",
+    ),
     "a chunk": (
         "zarr_llama_tp2_pp2",
         lambda c: (c / STEP / "decoder.layers.mlp.linear_fc1.weight" / "2.1.0").unlink(),
@@ -198,6 +208,17 @@ def test_inspect_tells_the_parallel_sizes(capsys: pytest.CaptureFixture[str]) ->
     told = json.loads(capsys.readouterr().out)
     assert told["format"] == "megatron"
     assert {"tensor-parallel ranks": 2, "pipeline stages": 2, "world size": 4}.items() <= told["facts"].items()
+
+
+@pytest.mark.parametrize("name", ["legacy_llama_tp2_pp2", "td_qwen3moe_grouped_tp2_ep2"])
+def test_a_folder_of_another_iteration_than_its_files_is_told(name: str, tmp_path: Path) -> None:
+    ckpt = copied(name, tmp_path)
+    (ckpt / STEP).rename(ckpt / "iter_0000050")
+    (ckpt / "latest_checkpointed_iteration.txt").write_text("50")
+    notes = MEMBER.open(LocalTree.of([ckpt]), OpenOptions()).notes
+    assert any("they say iteration 100" in note for note in notes)
+    whole = MEMBER.open(LocalTree.of([MEGATRON / name / "ckpt"]), OpenOptions()).notes
+    assert not any("iteration" in note for note in whole)
 
 
 def test_every_bit_is_a_sources(tmp_path: Path) -> None:

@@ -14,14 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from merge_stream.api import merge
 from merge_stream.errors import (
-    CheckpointError,
     CorruptCheckpointError,
     IncompleteShardsError,
-    MergeStreamError,
     UnsupportedError,
     UsageError,
 )
-from merge_stream.options import LoraChoice, MergeOptions, OpenOptions
+from merge_stream.options import MergeOptions, OpenOptions
 from merge_stream.report import Report
 from tests.cases.naive import assert_holds, numbered
 from tests.cases.test_section_g import MIXTURE, arguments, cut, mixture, stages
@@ -260,94 +258,6 @@ def test_run_of_megatron_bridge(tmp_path: pathlib.Path, tracker: bool) -> None:
     report = merged(tmp_path)
     assert report.ignored["optimizer state"] == len(moments)
     assert_holds(tmp_path / "out", llama(of))
-
-
-# ------------------------------------------------------------------------------- adapters of Megatron-Bridge
-
-
-def adapter(of: Llama) -> tuple[Tensors, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """A on Megatron's fused modules, and (A, B) of each module of the repository, cut by hand."""
-    generator = torch.Generator().manual_seed(0)
-
-    def made(*shape: int) -> torch.Tensor:
-        return torch.randint(-3, 4, shape, generator=generator).float()
-
-    state: Tensors = {}
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    at, there = "decoder.layers.0", "model.layers.0"
-    sizes = {"self_attention.linear_qkv": (32, 16), "self_attention.linear_proj": (16, 16), "mlp.linear_fc1": (16, 16)}
-    for module, (rows, columns) in sizes.items():
-        a, b = made(2, columns), made(rows, 2)
-        state |= {f"{at}.{module}.adapter.linear_{x}.weight": t for x, t in (("in", a), ("out", b))}
-        if "qkv" in module:  # rows of a group: q q k v, 4 each
-            groups = b.reshape(2, 4, 4, 2)
-            for x, part in (("q", groups[:, :2]), ("k", groups[:, 2]), ("v", groups[:, 3])):
-                factors[f"{there}.self_attn.{x}_proj"] = (a, part.reshape(-1, 2))
-        elif "proj" in module:
-            factors[f"{there}.self_attn.o_proj"] = (a, b)
-        else:
-            factors |= {f"{there}.mlp.gate_proj": (a, b[:8]), f"{there}.mlp.up_proj": (a, b[8:])}
-    assert of.hidden == 16
-    return state, factors
-
-
-@pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stack of layers"])
-def test_an_adapter_alone_is_folded_into_a_base_model(tmp_path: pathlib.Path, stacked: bool) -> None:
-    """W + alpha / r * B @ A of each module of the repository, by torch."""
-    of = Llama()
-    state, factors = adapter(of)
-    if stacked:
-        state = {name.replace("layers.0.", "layers."): tensor[None] for name, tensor in state.items()}
-    write_dist(tmp_path, state, of.config)
-    base_weights(tmp_path, llama(of))
-    report = merged(tmp_path, lora=LoraChoice(alpha=4), verify=True)
-    assert any("3 adapters of Megatron-Bridge are 6 of llama" in note for note in report.notes)
-    wanted = llama(of)
-    for module, (a, b) in factors.items():
-        wanted[f"{module}.weight"] += 4 / 2 * (b @ a)
-    assert_holds(tmp_path / "out", wanted)
-
-
-def test_an_adapter_alone_is_written_as_pefts(tmp_path: pathlib.Path) -> None:
-    of = Llama()
-    state, factors = adapter(of)
-    write_dist(tmp_path, state, of.config)
-    merged(tmp_path, lora=LoraChoice("keep", alpha=4))
-    (path,) = (tmp_path / "out").rglob("adapter_model.safetensors")
-    found = load_file(path)
-    wanted = {}
-    for module, pair in factors.items():
-        wanted |= {f"base_model.model.{module}.lora_{x}.weight": t for x, t in zip("AB", pair, strict=True)}
-    assert sorted(found) == sorted(wanted)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    config = json.loads((path.parent / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (2, 4)
-
-
-def test_the_scale_of_an_adapter_is_asked_for(tmp_path: pathlib.Path) -> None:
-    of = Llama()
-    write_dist(tmp_path, adapter(of)[0], of.config)
-    base_weights(tmp_path, llama(of))
-    with pytest.raises(CheckpointError, match="lora_alpha is nowhere beside them"):
-        merged(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "said"),
-    [
-        ("decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_in.weight", (2, 16), "of a kind that is not known"),
-        ("decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight", (2, 16), "of a kind that is not known"),
-        ("decoder.layers.0.mlp.linear_fc2.adapter.linear_in.weight", (2, 16), "linear_out.weight is missing"),
-        ("decoder.layers.0.mlp.linear_fc1.weight", (16, 16), "and weights beside them"),
-    ],
-)
-def test_other_adapters_are_refused(tmp_path: pathlib.Path, name: str, shape: tuple[int, ...], said: str) -> None:
-    of = Llama()
-    write_dist(tmp_path, adapter(of)[0] | {name: numbered(*shape)}, of.config)
-    base_weights(tmp_path, llama(of))
-    with pytest.raises(MergeStreamError, match=said) as caught:
-        merged(tmp_path, lora=LoraChoice(alpha=4) if "beside" not in said else LoraChoice())
-    assert caught.value.hint
 
 
 # ------------------------------------------------------------------------------- ranks and names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import pathlib
+import pickle
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from merge_stream.api import merge
 from merge_stream.errors import CorruptCheckpointError, MergeStreamError
@@ -112,4 +114,43 @@ def test_something_else_in_place_of_the_common_state_is_an_error(held: object, t
     torch.save(held, buffer)
     (tmp_path / "ckpt" / STEP / "common.pt").write_bytes(buffer.getvalue())
     with pytest.raises(CorruptCheckpointError, match="no common state"):
+        merged(tmp_path)
+
+
+def test_a_common_state_that_is_named_and_not_stored_is_an_error(tmp_path: pathlib.Path) -> None:
+    of = Llama()
+    write_dist(tmp_path, fused(llama(of), of), of.config, common=arguments(of))
+    path = tmp_path / "ckpt" / STEP / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if not k.fqn.startswith("common_state")}
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MergeStreamError, match="does not say where it is stored"):
+        merged(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "wanted"),
+    [
+        ("decoder.layers.mlp.linear_fc1.weight", (1 << 40, 0), "more layers"),
+        ("decoder.layers.mlp.linear_fc1.weight", (1 << 40, 8, 8), "more layers"),
+        ("decoder.layers.0.mlp.experts.experts.linear_fc1.weight", (1 << 40, 8, 0), "more experts"),
+        ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 1 << 40, 8, 0), "more experts"),
+    ],
+    ids=str,
+)
+def test_stacks_that_no_model_has_take_no_time(
+    name: str, size: tuple[int, ...], wanted: str, tmp_path: pathlib.Path
+) -> None:
+    """A hostile `.metadata`: a tensor of no bytes, or of none that are stored, with 2^40 layers or experts."""
+    of = Llama()
+    write_dist(tmp_path, fused(llama(of), of), of.config)
+    path = tmp_path / "ckpt" / STEP / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    other = metadata.state_dict_metadata["output_layer.weight"]
+    chunk = ChunkStorageMetadata(torch.Size((0,) * len(size)), torch.Size(size))
+    entry = TensorStorageMetadata(other.properties, torch.Size(size), [chunk] if 0 in size else [])
+    metadata.state_dict_metadata[name] = entry
+    metadata.planner_data = None
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match=wanted):
         merged(tmp_path)

@@ -4,6 +4,7 @@ The scale alpha/r (alpha/sqrt(r) with rsLoRA) is nowhere in the tensors. In this
 
     lora_adapter/adapter_config.json, adapter_config.json    peft's configuration
     lora_train_meta.json                                     verl: {"r", "lora_alpha", "task_type"}
+    run_config.yaml                                          Megatron-Bridge (`lora_run_config`)
     --lora-alpha
 
 An alpha of 0 is never believed: verl's model merger writes it for "unknown" (verl#1821).
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from merge_stream.architectures.lora import LoraModule
+from merge_stream.architectures.lora_run_config import RUN_CONFIG, run_config_settings
 from merge_stream.errors import CheckpointError, CorruptCheckpointError, UnsupportedError, UsageError
 
 __all__ = ["SETTINGS_FILES", "LoraSettings", "adapter_config", "read_settings"]
@@ -181,6 +183,8 @@ def read_settings(beside: Mapping[str, str], alpha: float | None, *, scale_neede
     if alpha is not None and (isinstance(alpha, bool) or not abs(alpha) <= _LARGEST):
         raise UsageError(f"--lora-alpha {alpha} is no number to scale by", hint="give the alpha of the training")
     found = [_settings(name, beside[name]) for name in SETTINGS_FILES if name in beside]
+    if RUN_CONFIG in beside:
+        found.append(_checked(RUN_CONFIG, run_config_settings(beside[RUN_CONFIG]), None))
     _check_agreement(found)
     told = [s for s in found if s.alpha]
     source = told[0].origin if told else "--lora-alpha"

@@ -69,8 +69,9 @@ def read_dist(tree: ByteTree, table: FileTable, options: OpenOptions, *, unprefi
             raw.ignored[kind] += 1
     if not unprefixed and options.weights != "master" and _all_wide(raw):
         raw.module_dtype = "config"
-    arguments = _arguments(tree, meta)
-    raw.facts |= facts_of(arguments)
+    state = _common_state(tree, meta)
+    arguments = arguments_of(state.get("args"))
+    raw.facts |= facts_of(arguments, state.get("iteration"))
     raw.vocabulary = vocabulary_of(arguments)
     return raw
 
@@ -110,11 +111,14 @@ def _all_wide(raw: Raw) -> bool:
     return bool(raw.tensors) and all(tensor.dtype == F32 for tensor in raw.tensors.values())
 
 
-def _arguments(tree: ByteTree, meta: DcpMetadata) -> Mapping[str, Any]:
-    """The trainer's arguments, from common.pt or (0.19) the common state; nothing where neither has any.
+def _common_state(tree: ByteTree, meta: DcpMetadata) -> Mapping[str, Any]:
+    """The first of common.pt and (0.19) the common state that holds the trainer's arguments; nothing without.
 
     They decide what values mean, so that a file which cannot be read is an error.
     """
+    if any(name.startswith(COMMON_STATE) and name not in meta.stored for name in meta.values):
+        msg = f"{tree.label}: the metadata names a common state and does not say where it is stored"
+        raise IncompleteShardsError(msg, hint="a metadata file is missing or damaged")
     places: list[tuple[str, int, int | None]] = [("common.pt", 0, None)] if "common.pt" in tree.files else []
     for name, chunks in meta.stored.items():
         if name.startswith(COMMON_STATE):
@@ -130,5 +134,5 @@ def _arguments(tree: ByteTree, meta: DcpMetadata) -> Mapping[str, Any]:
             msg = f"{opened.where} is no common state of a run: it holds {type(root).__name__}"
             raise CorruptCheckpointError(msg, hint="metadata and data are of two different saves")
         if "args" in root:
-            return arguments_of(root["args"])
+            return root
     return {}

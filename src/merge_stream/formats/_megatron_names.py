@@ -64,6 +64,8 @@ _KNOWN = re.compile(
     r"(self_attention\.linear_qkv|mlp\.linear_fc1|mlp\.experts\.|embedding\.word_embeddings|linear_kv_down_proj)\b"
 )
 _LAYER = re.compile(r"(decoder\.layers)\.(\d{1,6})\.(.+)")
+_EXPERT_STACK = re.compile(r".+\.mlp\.experts\.(experts\.)?\w+(\.(weight|bias))?")
+_MOST_LAYERS, _MOST_EXPERTS = 1 << 12, 1 << 14
 _MIXED = "files of two saves are mixed, or a save did not finish"
 
 
@@ -97,6 +99,9 @@ def canonical(tensors: Mapping[str, TensorRef]) -> Canonical:
         short = _PREFIX.sub("", name, count=1)
         short = short.removeprefix("module.")
         for key, one in _layers_of(short, tensor):
+            if _EXPERT_STACK.fullmatch(key) and one.shape and one.shape[0] > _MOST_EXPERTS and len(one.shape) > 2:
+                msg = f"{name} {list(tensor.shape)} is a stack of more experts than a model has"
+                raise CorruptCheckpointError(msg, hint=_MIXED)
             plain[_once(plain, key)] = one
     joined = _joined_experts(_joined_halves(_joined_sections(plain)))
     renamed: dict[str, TensorRef] = {}
@@ -127,6 +132,10 @@ def _layers_of(name: str, tensor: TensorRef) -> list[tuple[str, TensorRef]]:
         return [(name, tensor)]
     if not tensor.shape:
         raise CorruptCheckpointError(f"{name} is a scalar, wanted a stack over the layers", hint=_MIXED)
+    if tensor.shape[0] > _MOST_LAYERS:
+        raise CorruptCheckpointError(
+            f"{name} {list(tensor.shape)} is a stack of more layers than a model has", hint=_MIXED
+        )
     return [(f"{match[1]}.{layer}.{match[2]}", _row(tensor, layer)) for layer in range(tensor.shape[0])]
 
 

@@ -66,7 +66,7 @@ def read_ranks(tree: ByteTree, table: FileTable) -> Raw:
     require_one_save(files, tree)
     _require_grid(grid, arguments, tree)
     require_places(files, tree)
-    raw.facts |= facts_of(arguments)
+    raw.facts |= facts_of(arguments, files[0].iteration)
     raw.vocabulary = vocabulary_of(arguments)
     raw.facts.setdefault("ranks", len(files))
     if any(file.at[0] for file in files):

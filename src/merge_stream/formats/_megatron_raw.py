@@ -11,10 +11,11 @@ from merge_stream.containers.pickle_reader import Recorder
 from merge_stream.tensors.ref import TensorRef, Vocabulary
 from merge_stream.tensors.stored_checksum import ChecksumReader
 
-__all__ = ["GATES", "NORMS", "ROTARY", "Raw", "arguments_of", "facts_of", "settings_of", "vocabulary_of"]
+__all__ = ["GATES", "ITERATION", "NORMS", "ROTARY", "Raw", "arguments_of", "facts_of", "settings_of", "vocabulary_of"]
 
 NORMS = "weights of norms"
 ROTARY = "rotary pairs"
+ITERATION = "iteration"
 GATES = "gates in linear_fc1"
 """Of files of several tensor-parallel ranks, which were joined by it: "yes", "no", or "assumed"."""
 _NO_ROTARY = frozenset({"learned_absolute", "none", "relative"})
@@ -85,9 +86,11 @@ def vocabulary_of(arguments: Mapping[str, Any]) -> Vocabulary:
     return Vocabulary(told("vocab_size"), multiple)
 
 
-def facts_of(arguments: Mapping[str, Any]) -> dict[str, str | int]:
-    """Parallel sizes that the trainer's arguments tell, and what decides values: see `settings_of`."""
+def facts_of(arguments: Mapping[str, Any], iteration: object) -> dict[str, str | int]:
+    """The iteration, parallel sizes that the trainer's arguments tell, and what decides values: see `settings_of`."""
     facts: dict[str, str | int] = dict(settings_of(arguments))
+    if type(iteration) is int and iteration > 0:
+        facts[ITERATION] = iteration
     for key, name in _ARGUMENTS.items():
         value = arguments.get(key)
         if type(value) is int and value > (0 if key == "world_size" else 1):

@@ -12,6 +12,7 @@ extra states neither.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from merge_stream.formats._megatron_dist import read_dist
 from merge_stream.formats._megatron_folder import locate
 from merge_stream.formats._megatron_names import canonical
 from merge_stream.formats._megatron_ranks import read_ranks
-from merge_stream.formats._megatron_raw import settings_of, vocabulary_of
+from merge_stream.formats._megatron_raw import ITERATION, settings_of, vocabulary_of
 from merge_stream.formats._megatron_zarr import read_zarr
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
@@ -37,6 +38,8 @@ _YAML = re.compile(
     r"|(make_vocab_size_divisible_by|tensor_model_parallel_size): (\d{1,9}))\s*$",
     re.MULTILINE,
 )
+_STEP = re.compile(r"(?:iter_|global_step_)(\d{1,18})")
+_RANK_FILE = "model_optim_rng.pt"
 _LIMIT = 1 << 20
 _WORDS = {
     "torch_dist": "a Megatron-core distributed checkpoint",
@@ -57,6 +60,9 @@ class Megatron:
         """By trackers, metadata.json, names of files and, where need be, names in the metadata."""
         found = locate(tree)
         if found is None:
+            if _RANK_FILE in tree.files:
+                msg = f"{tree.label} is the folder of one rank of a Megatron checkpoint"
+                raise IncompleteShardsError(msg, hint="pass the folder above it, which holds those of all ranks")
             return None
         where = f" in {found.folder}/" if found.folder else ""
         return Detection(f"{_WORDS[found.layout]}{where}", rank=80)
@@ -89,6 +95,8 @@ class Megatron:
             ignored["multi-token prediction (--no-mtp)"] = len(prediction)
         told = _settings(tree, found.folder)
         facts = {"layout": found.layout, **settings_of(told), **raw.facts}
+        settings = next((t.files[_BRIDGE].path for t in (here, tree) if _BRIDGE in t.files), None)
+        has_adapters = any(".adapter." in name for name in model.tensors)
         dirs = [str(Path(here.label))]
         for folder in found.configs:
             dirs += config_dirs(tree.subtree(folder))
@@ -99,8 +107,9 @@ class Megatron:
             files=table.files,
             facts=facts,
             ignored=ignored,
-            notes=(*found.notes, *raw.notes, *model.notes),
+            notes=(*found.notes, *raw.notes, *model.notes, *_other_iteration(here.label, facts)),
             naming="megatron",
+            beside={_BRIDGE: settings} if settings and has_adapters else {},
             config_dirs=tuple(dict.fromkeys((*config_dirs(here), *dirs[1:], *config_dirs(tree)))),
             metadata_nbytes=raw.metadata_nbytes,
             checksums=raw.checksums,
@@ -113,6 +122,15 @@ class Megatron:
 
 
 MEMBER: CheckpointFormat = Megatron()
+
+
+def _other_iteration(folder: str, facts: Mapping[str, str | int]) -> tuple[str, ...]:
+    """A remark when the folder is named for another iteration than its files tell."""
+    named = _STEP.fullmatch(Path(folder).name)
+    told = facts.get(ITERATION)
+    if named is None or told is None or int(named[1]) == told:
+        return ()
+    return (f"{folder} was renamed or holds files of another step: they say iteration {told}",)
 
 
 def _settings(tree: ByteTree, folder: str) -> dict[str, Any]:
