@@ -84,7 +84,7 @@ def load(work: pathlib.Path, names: list[str], *, same: bool) -> None:
             continue
         model_class, config_class, settings = MODELS[name]
         kind = getattr(transformers, model_class, None)
-        if kind is None:
+        if kind is None or not hasattr(transformers, config_class):
             print(json.dumps([name, "unknown"]))
             continue
         try:

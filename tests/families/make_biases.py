@@ -78,7 +78,7 @@ def observe(to: pathlib.Path) -> None:
                 defaults = type(part)().to_dict()
             except Exception:  # noqa: BLE001 - a config that cannot be made without settings has no defaults
                 defaults = {}
-            settings = found.setdefault(part.model_type, {})
+            settings = found.setdefault(part.to_dict()["model_type"], {})  # as it is written: 4.57 has a Glm4vMoe_text
             for key, value in part.to_dict().items():
                 if not isinstance(value, bool) or key.startswith("_"):
                     continue

@@ -129,9 +129,10 @@ def observe(to: pathlib.Path) -> None:
             info["text_config"] = {"model_type": nest.model_type}
         family = family_of(ModelInfo(info))
         for key in NESTS:
-            inside = getattr(getattr(config, key, None), "model_type", None)
-            if inside and getattr(config, key) is not config:
-                seen.setdefault(f"@{key}", set()).add(frozenset({inside}))
+            part = getattr(config, key, None)
+            if hasattr(part, "to_dict") and part is not config:
+                for inside in filter(None, {part.model_type, part.to_dict()["model_type"]}):  # 4.57: Glm4vMoe_text
+                    seen.setdefault(f"@{key}", set()).add(frozenset({inside}))
         for variant in variants(config):
             shapes = names_of(model_class, variant)
             try:

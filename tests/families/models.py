@@ -150,7 +150,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**EXPERTS, **MLA, "index_topk": 4}),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**EXPERTS, **MLA, "index_topk": 4}),
     "mellum": ("MellumForCausalLM", "MellumConfig", {**EXPERTS, "layer_types": ["full_attention"] * 2}),
-    "sarvam_mla": ("SarvamMLAForCausalLM", "SarvamMLAConfig", {**EXPERTS, **MLA}),
+    "sarvam_mla": ("DeepseekV3ForCausalLM", "SarvamMLAConfig", {**EXPERTS, **MLA}),
     "idefics3": (
         "Idefics3ForConditionalGeneration",
         "Idefics3Config",

@@ -90,6 +90,8 @@ def test_an_unknown_family_gets_a_remark() -> None:
     assert "model of type 'own_llama'" in note
     odd = {"model_type": "llava", "text_config": {"model_type": "own_llama"}}
     assert known_parts(ModelInfo(odd)) is None
+    nests = {"text_config": {"model_type": "Glm4vMoe_text"}, "vision_config": {"model_type": "glm4v_moe"}}
+    assert known_parts(ModelInfo({"model_type": "glm4v_moe", **nests})) is not None, "as 4.57 writes them"
 
 
 def test_the_bare_model_and_other_attentions_are_whole() -> None:
