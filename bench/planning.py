@@ -3,9 +3,9 @@
     python -m bench.planning --work FOLDER [--only NAME ...] [--rounds 3] [--keep]
     python -m bench.planning --work FOLDER --whole    # merge 105 billion parameters: is memory flat? 5 minutes
 
-    llama-405b    1137 parameters x 512 ranks, FSDP2 (and 128 and 256 ranks: is it linear?)
-    deepseek-v3   45,000 parameters x 64 ranks, FSDP2, each expert under its own name
-    moe-1t        730 parameters x 256 ranks, FSDP2, experts stacked
+    llama-405b    1137 parameters x 512 ranks, FSDP2 (and 64, 128 and 256 ranks: is it linear?)
+    deepseek-v3   45,000 parameters x 64 ranks, FSDP2, each expert under its own name (and 16 ranks)
+    moe-1t        730 parameters x 256 ranks, FSDP2, experts stacked: 70,000 output tensors (and 64 ranks)
     megatron      DeepSeek-V3 in torch_dist, TP 8, PP 16, EP 32: 48,000 chunks
 
 `plan` and `inspect` run in fresh processes, warm (the files were just made), under --max-mem 4G. Making the
@@ -70,9 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _whole(given.work)
     failed = 0
     print(
-        "| checkpoint | records | `plan` wall, s | CPU, s | CPU for each record, us | memory, MB | `inspect` wall, s |"
+        "| checkpoint | records | `plan` wall, s | CPU, s | CPU for each record, us | memory, MB "
+        "| `inspect` wall, s | CPU, s |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for name in given.only or CASES:
         for case in CASES[name]:
             folder = given.work / case.name.replace(" ", "-").replace(",", "")
@@ -117,10 +118,10 @@ def _measure(case: Case, folder: pathlib.Path, records: int, rounds: int) -> int
     runs = [(measure.run(plan), measure.run(inspect)) for _ in range(rounds)]
     wall, cpu = Spread.of(p.wall for p, _ in runs), Spread.of(p.cpu for p, _ in runs)
     memory = max(p.peak for p, _ in runs)
-    looked = Spread.of(i.wall for _, i in runs)
+    looked, looked_cpu = Spread.of(i.wall for _, i in runs), Spread.of(i.cpu for _, i in runs)
     print(
         f"| {case.name} | {records:,} | {wall.text(1)} | {cpu.text(1)} | {cpu.median / records * 1e6:.1f} | "
-        f"{memory / 1e6:.0f} | {looked.text(1)} |",
+        f"{memory / 1e6:.0f} | {looked.text(1)} | {looked_cpu.text(1)} |",
         flush=True,
     )
     seconds, nbytes = _GOALS.get(case.name, (float("inf"), 1 << 62))

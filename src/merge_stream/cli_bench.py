@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from merge_stream import cli_options as opt
 from merge_stream.cli_frame import show
-from merge_stream.errors import UsageError
+from merge_stream.errors import InterruptedRunError, UsageError
 
 __all__ = ["bench"]
 
@@ -38,22 +41,34 @@ __all__ = ["bench"]
 def bench(**given: Any) -> None:  # noqa: ANN401
     """Make a synthetic sharded checkpoint, merge it, and compare with the floor of the disk.
 
-    Exit code 1 when a ratio is worse than --baseline allows, or a value is wrong.
+    Exit code 1 when a ratio is worse than --baseline allows, 3 when a value is wrong.
     """
     import pathlib
     import tempfile
 
-    from merge_stream.benchmark.run import Bench, compare_with, load, measure
+    from merge_stream.benchmark.baseline import compare_with, load, require_writable
+    from merge_stream.benchmark.run import Bench, measure, require_possible
     from merge_stream.benchmark.shapes import SHAPES
     from merge_stream.console import Console
 
     if given["shape"] not in SHAPES:
         msg = f"there is no shape {given['shape']!r}"
         raise UsageError(msg, hint=f"choose one of: {', '.join(SHAPES)}")
+    work = pathlib.Path(given["work"] or tempfile.gettempdir())
+    if not work.is_dir():
+        msg = f"--work {work} is no folder"
+        raise UsageError(msg, hint="make it, or name one on the disk to be measured")
     words = ("shape", "ranks", "scale", "dtype", "max_mem", "rounds")
     wanted = Bench(layout=given["sharding"], **{word: given[word] for word in words})
-    before = load(given["baseline"]) if given["baseline"] else None
-    with Console(quiet=given["quiet"], allowed=0) as console, tempfile.TemporaryDirectory(dir=given["work"]) as folder:
+    before = load(given["baseline"], wanted) if given["baseline"] else None
+    if given["write_baseline"]:
+        require_writable(given["write_baseline"], given["baseline"])
+    require_possible(wanted, work)
+    with (
+        _ended_by_signals(),
+        Console(quiet=given["quiet"], allowed=0) as console,
+        tempfile.TemporaryDirectory(prefix="merge-stream-bench-", dir=work) as folder,
+    ):
         found = measure(wanted, pathlib.Path(folder), console.line)
     worse = compare_with(before, found, given["tolerance"]) if before is not None else []
     given["quiet"] = given["quiet"] and not worse
@@ -62,3 +77,23 @@ def bench(**given: Any) -> None:  # noqa: ANN401
         pathlib.Path(given["write_baseline"]).write_text(json.dumps(found.as_json(), indent=2) + "\n", encoding="utf-8")
     if worse:
         raise SystemExit(1)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A signal becomes an error, once: the folder is removed on the way out, and nothing may come between."""
+
+    def on_signal(number: int, _frame: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        msg = f"stopped by {signal.Signals(number).name}"
+        raise InterruptedRunError(msg, hint="what it had made is removed; the same command begins anew")
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -15,26 +15,27 @@ import math
 import os
 import pathlib
 import shlex
+import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from merge_stream.benchmark.children import measured, python
+from merge_stream.benchmark.shapes import model_of
 from merge_stream.containers.safetensors_file import read_header
-from merge_stream.errors import MergeStreamError, UsageError
+from merge_stream.errors import DiskSpaceError, UsageError, VerificationError
 from merge_stream.storage.local import LocalTree
-from merge_stream.units import format_bytes
+from merge_stream.storage.mounts import mount_of
+from merge_stream.units import format_bytes, parse_memory
 
-__all__ = ["Bench", "Measured", "compare_with", "load", "measure"]
+__all__ = ["Bench", "Measured", "measure", "require_possible"]
 
-_TOLERANCE = 1.25
 _BLOCK = 4 << 20
-_ADDED = 64 << 20
-"""Bytes of memory that a run may take more than its baseline, whatever the ratio."""
+_RECORD = 8 << 10
+"""Bytes of a tensor in a rank's file besides its values; 4.5 kB were seen."""
+_SHORTEST = 0.5
+"""Seconds of the floor; below, what is measured is the start of the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Measured:
     floor_seconds: list[float] = field(default_factory=list)
     merge_cpu: list[float] = field(default_factory=list)
     memory: int = 0
+    disk: str = ""
 
     @property
     def wall_ratio(self) -> float:
@@ -85,7 +87,20 @@ class Measured:
             "input bytes": self.nbytes,
             "merge seconds": [round(s, 3) for s in self.merge_seconds],
             "floor seconds": [round(s, 3) for s in self.floor_seconds],
+            "file system": self.disk,
+            "notes": self.notes(),
         }
+
+    def notes(self) -> list[str]:
+        """Why the ratios may not say what they seem to."""
+        notes = []
+        if statistics.median(self.floor_seconds) < _SHORTEST:
+            notes.append("the floor is too short for its ratio to mean much: take a larger --shape or --scale")
+        if self.disk in {"tmpfs", "ramfs"}:
+            notes.append(
+                f"the work folder is on {self.disk}, so this measures memory and no disk: choose one with --work"
+            )
+        return notes
 
     def lines(self) -> list[str]:
         """For a person."""
@@ -99,28 +114,42 @@ class Measured:
             f"  wall/floor  {self.wall_ratio:.2f}",
             f"  CPU         {self.cpu_per_gb:.2f} s for each GB read",
             f"  memory      {format_bytes(self.memory)} at most",
+            *(f"  note: {note}" for note in self.notes()),
         ]
+
+
+def require_possible(bench: Bench, folder: pathlib.Path) -> None:
+    """Before anything is written: UsageError for options that no run can have, DiskSpaceError where it has no room."""
+    parse_memory(bench.max_mem, total=1 << 40)
+    if bench.layout in {"hsdp", "tp"} and bench.ranks % 2:
+        msg = f"--sharding {bench.layout} needs an even number of ranks, not {bench.ranks}"
+        raise UsageError(msg, hint=f"give --ranks {bench.ranks + 1}")
+    model = model_of(bench.shape, scale=bench.scale, itemsize=4)
+    target = model.elements * (2 if bench.dtype in {"bf16", "fp16"} else 4)
+    written = sum(map(math.prod, model.parameters.values())) if bench.layout == "dcp" else model.elements  # ties twice
+    source = 4 * written * (2 if bench.layout == "hsdp" else 1) + len(model.parameters) * bench.ranks * _RECORD
+    free, needed = shutil.disk_usage(folder).free, source + 2 * target
+    if needed > free:
+        msg = (
+            f"{folder} has {format_bytes(free)} free, the bench needs {format_bytes(needed)} (a checkpoint of "
+            f"{format_bytes(source)}, the model that is made of it, and the file that the floor copies)"
+        )
+        raise DiskSpaceError(msg, hint="choose another disk with --work DIR, a smaller --shape, or a --scale below 1")
 
 
 def measure(bench: Bench, folder: pathlib.Path, tell: Callable[[str], None]) -> Measured:
     """Make the checkpoint in the empty `folder`, merge it `rounds` times beside the floor, and check the first result.
 
-    MergeStreamError when a command fails or a value is wrong. All that it writes is below `folder`.
+    ChildFailedError when a command fails, VerificationError when a value is wrong. It writes below `folder` alone.
     """
     tell("making the checkpoint")
     source, out, block = folder / "ckpt", folder / "out", folder / "block"
-    _run(
-        [
-            *_python(
-                "merge_stream.benchmark.synthetic", str(source), "--shape", bench.shape, "--ranks", str(bench.ranks)
-            ),
-            *("--layout", bench.layout, "--scale", str(bench.scale)),
-        ]
-    )
+    words = ("--shape", bench.shape, "--ranks", str(bench.ranks), "--layout", bench.layout, "--scale", str(bench.scale))
+    measured(python("merge_stream.benchmark.synthetic", str(source), *words))
     inputs = sorted(f for f in source.rglob("*") if f.is_file())
-    found = Measured(bench, sum(f.stat().st_size for f in inputs))
+    found = Measured(bench, sum(f.stat().st_size for f in inputs), disk=mount_of(str(folder)).type)
     options = ("--dtype", bench.dtype, "--max-mem", bench.max_mem, "--json", "-q")
-    merge = shlex.join(_python("merge_stream", "merge", str(source), str(out), *options))
+    merge = shlex.join(python("merge_stream", "merge", str(source), str(out), *options))
     names = shlex.join(str(f) for f in inputs)
     ways: dict[str, str] = {
         "merge": f"{merge} && sync {shlex.quote(str(out))}/*",
@@ -128,14 +157,14 @@ def measure(bench: Bench, folder: pathlib.Path, tell: Callable[[str], None]) -> 
         f"{shlex.quote(str(out))}",
     }
     _clear(out)
-    _measured(ways["merge"])  # once before: the size of the output, and a check of the values
+    measured(ways["merge"])  # once before: the size of the output, and a check of the values
     _check(bench, out)
     _fill(block, sum(f.stat().st_size for f in out.iterdir()))
     for number in range(bench.rounds):
         for name in sorted(ways, reverse=bool(number % 2)):
             _clear(out)
             _drop(inputs)
-            used = _measured(ways[name])
+            used = measured(ways[name])
             tell(f"round {number + 1}/{bench.rounds}, {name}: {used.wall:.2f} s, CPU {used.cpu:.2f} s")
             (found.merge_seconds if name == "merge" else found.floor_seconds).append(used.wall)
             if name == "merge":
@@ -144,69 +173,7 @@ def measure(bench: Bench, folder: pathlib.Path, tell: Callable[[str], None]) -> 
     return found
 
 
-def compare_with(baseline: Mapping[str, Any], found: Measured, tolerance: float = _TOLERANCE) -> list[str]:
-    """What is worse than `tolerance` times the baseline, in words; UsageError when that is of another bench."""
-    now = found.as_json()
-    try:
-        other = [key for key, value in now["bench"].items() if key != "rounds" and baseline["bench"][key] != value]
-        if other:
-            was, is_now = ({key: side["bench"][key] for key in other} for side in (baseline, now))
-            msg = f"the baseline is of another bench: {was}, this one has {is_now}"
-            raise UsageError(msg, hint="give the same options, or write a new baseline with --write-baseline")
-        worse = [
-            f"{name} is {value:.3f}, the baseline {baseline['ratios'][name]:.3f}, allowed {limit:.3f}"
-            for name, value in now["ratios"].items()
-            if value > (limit := baseline["ratios"][name] * tolerance)
-        ]
-        most = max(baseline["memory"] * tolerance, baseline["memory"] + _ADDED)
-        if found.memory > most:
-            worse.append(
-                f"memory is {format_bytes(found.memory)}, the baseline {format_bytes(baseline['memory'])}, allowed "
-                f"{format_bytes(int(most))}"
-            )
-    except (KeyError, TypeError) as error:
-        msg = f"this is no baseline of merge-stream bench: {error} is missing or of another type"
-        raise UsageError(msg, hint="write one with --write-baseline FILE") from error
-    return worse
-
-
 # ------------------------------------------------------------------------------------------ parts
-
-
-@dataclass(frozen=True, slots=True)
-class _Used:
-    wall: float
-    cpu: float
-    told: str
-
-
-def _python(module: str, *words: str) -> list[str]:
-    return [sys.executable, "-m", module, *words]
-
-
-def _run(command: Sequence[str]) -> None:
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        msg = f"{shlex.join(command)} ended with {ended.returncode}: {ended.stderr[-1000:]}"
-        raise MergeStreamError(msg, hint="the bench cannot go on; run the command by itself")
-
-
-def _measured(command: str) -> _Used:
-    """A shell command's wall time, CPU time with its children, and what it told on stdout."""
-    began = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        told = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        wall = time.perf_counter() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
-        process.stdout.close()
-        errors.seek(0)
-        if process.returncode:
-            msg = f"`{command[:200]}` ended with {process.returncode}: {errors.read()[-1000:]}"
-            raise MergeStreamError(msg, hint="the bench cannot go on; run the command by itself")
-    return _Used(wall, usage.ru_utime + usage.ru_stime, told)
 
 
 def _clear(out: pathlib.Path) -> None:
@@ -239,7 +206,6 @@ def _check(bench: Bench, out: pathlib.Path) -> None:
     import ml_dtypes
     import numpy as np
 
-    from merge_stream.benchmark.shapes import model_of
     from merge_stream.benchmark.values import Values
 
     values = Values("float32")
@@ -260,25 +226,12 @@ def _check(bench: Bench, out: pathlib.Path) -> None:
                 got = tree.read(name, at, wanted.nbytes)
                 if got != wanted.tobytes():
                     msg = f"{name}: rows {low} to {high} of {parameter} are wrong"
-                    raise MergeStreamError(msg, hint="please report this: the merge wrote other values than it read")
+                    raise VerificationError(msg, hint="please report this: the merge wrote other values than it read")
     lost = set(model.parameters) - seen - set(model.tied)
     if lost:
         msg = f"{len(lost)} parameters were not written, the first is {min(lost)}"
-        raise MergeStreamError(msg, hint="please report this")
+        raise VerificationError(msg, hint="please report this")
 
 
 def _spread(seconds: Sequence[float]) -> str:
     return f"{min(seconds):.2f} / {statistics.median(seconds):.2f} / {max(seconds):.2f}"
-
-
-def load(path: str) -> dict[str, Any]:
-    """A baseline from a file; UsageError when it is none."""
-    try:
-        found = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        msg = f"the baseline {path} cannot be read: {error}"
-        raise UsageError(msg, hint="write one with --write-baseline FILE") from error
-    if not isinstance(found, dict):
-        msg = f"{path} is no baseline: it holds a {type(found).__name__}"
-        raise UsageError(msg, hint="write one with --write-baseline FILE")
-    return found
