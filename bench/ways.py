@@ -103,6 +103,8 @@ class Bench:
         """Read all, then write as much as the output has: from memory, and from the disk."""
         inputs = " ".join(str(f) for f in sorted(made.folder.iterdir()) if f.is_file())
         out = self.work / "out.bin"
+        if not _has_room(self._memory_source.parent, nbytes):
+            self._memory_source = self.work / "cp_source_cached"  # in the page cache, as it was just written
         self._make_sources(nbytes)
         return [
             self._contender(name, f"cat {inputs} >/dev/null && cp {source} {out} && sync {out}", drop=dropped)
@@ -246,3 +248,8 @@ class Bench:
     def _output_digests(self) -> Digests:
         single = self.work / "out.pt"
         return digests_of_torch_file(single) if single.exists() else digests_of_weights(self.work / "out")
+
+
+def _has_room(folder: pathlib.Path, nbytes: int) -> bool:
+    """A tmpfs of a container may have 64 MB, or be missing."""
+    return folder.is_dir() and shutil.disk_usage(folder).free > nbytes
