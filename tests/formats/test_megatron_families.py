@@ -24,6 +24,7 @@ from merge_stream.errors import CheckpointError, UnsupportedError
 from merge_stream.options import MergeOptions
 from tests.cases.naive import assert_holds
 from tests.formats.naive import DATA
+from tests.makers.megatron_exports import digest
 from tests.makers.megatron_files import tensor_part, write_dist, write_ranks
 
 FOLDER = DATA / "megatron_bridges"
@@ -88,6 +89,24 @@ def test_a_distributed_checkpoint_is_the_model_again(path: pathlib.Path, tmp_pat
     write_dist(tmp_path, distributed(megatron, config), config)
     merged(tmp_path)
     assert_holds(tmp_path / "out", wanted)
+
+
+NOT_EXPORTED = {
+    stem: {"model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"}
+    for stem in ("deepseek_v3.megatron-bridge", "glm4_moe.megatron-bridge", "glm4_moe.mbridge")
+}
+"""Copies of embedding and head that the repositories have and those exports leave out."""
+
+
+@pytest.mark.parametrize("path", MADE, ids=lambda path: path.stem)
+def test_what_the_bridges_export_has_the_same_bytes(path: pathlib.Path) -> None:
+    """Their own functions from Megatron to the repository give what the merges of these files must hold."""
+    _, wanted, _, _ = opened(path)
+    if path.stem == "mimo.mbridge":  # it exchanges the halves in neither direction
+        name = "model.mtp_layers.0.input_proj.weight"
+        wanted[name] = torch.cat(wanted[name].chunk(2, 1)[::-1], 1)
+    kept = {name: tensor for name, tensor in wanted.items() if name not in NOT_EXPORTED.get(path.stem, ())}
+    assert digest(kept) == json.loads((FOLDER / "exports.json").read_text())[path.stem]
 
 
 def stacked_layers(state: Tensors) -> Tensors:

@@ -471,8 +471,8 @@ def _attributes(config: Mapping[str, Any]) -> Any:
     return Attributes({key: _attributes(value) if isinstance(value, dict) else value for key, value in config.items()})
 
 
-def by_mbridge(module: str, config: Mapping[str, Any], tensors: Tensors, names: list[str]) -> Tensors:
-    """It asks by Megatron's name: for which of the repository it stands, and what becomes of them."""
+def mbridge_of(module: str, config: Mapping[str, Any]) -> Any:
+    """A bridge of mbridge without a model behind it."""
     file, _, name = module.partition(":")
     package: Any = importlib.import_module("mbridge.models")
     for other, kind in (("qwen2", "Qwen2Bridge"), ("qwen2moe", "Qwen2MoEBridge")):
@@ -490,6 +490,12 @@ def by_mbridge(module: str, config: Mapping[str, Any], tensors: Tensors, names: 
         layernorm_zero_centered_gamma=False,
     )
     bridge.make_vocab_size_divisible_by = None
+    return bridge
+
+
+def by_mbridge(module: str, config: Mapping[str, Any], tensors: Tensors, names: list[str]) -> Tensors:
+    """It asks by Megatron's name: for which of the repository it stands, and what becomes of them."""
+    bridge = mbridge_of(module, config)
     made: Tensors = {}
     used: set[str] = set()
     for name in names:
