@@ -161,9 +161,10 @@ UNGATED = {"nemotron", "gpt_neox", "starcoder2"}
 
 
 def is_gated(name: str, config: dict[str, Any]) -> bool:
-    return config["model_type"] not in UNGATED and not (
-        name.startswith("vision_model") and config["model_type"] != "qwen2_5_vl"
-    )
+    """Of a tower, layers of mbridge's Qwen2.5-VL alone (`get_vision_model_config`, `MultimodalProjector`)."""
+    if name.startswith("vision_model"):
+        return config["model_type"] == "qwen2_5_vl" and ".decoder.layers." in name
+    return config["model_type"] not in UNGATED
 
 
 @pytest.mark.parametrize("path", MADE, ids=lambda path: path.stem)
@@ -185,12 +186,18 @@ def test_files_of_two_tensor_ranks_are_the_model_again(path: pathlib.Path, tmp_p
         **{key: text[key] for key in text if key.startswith("linear_") or key in {"q_lora_rank", "kv_lora_rank"}},
     }
     write_ranks(tmp_path, states, arguments, config)
-    if "_vl" in path.stem:  # nothing in such files tells how a tower is cut
-        with pytest.raises(UnsupportedError, match=r"vis"):
-            merged(tmp_path)
-        return
     merged(tmp_path)
     assert_holds(tmp_path / "out", wanted)
+
+
+def test_a_tower_of_no_known_kind_is_not_cut_by_guess(tmp_path: pathlib.Path) -> None:
+    """Neither a merger nor a projection tells whether linear_fc1 of its layers has a gate."""
+    config, _, megatron, _ = opened(FOLDER / "qwen3_vl.megatron-bridge.json")
+    kept = {name: tensor for name, tensor in megatron.items() if ".merger." not in name}
+    states = {(rank,): {name: rank_part(name, t, rank, config) for name, t in kept.items()} for rank in (0, 1)}
+    write_ranks(tmp_path, states, {"tensor_model_parallel_size": 2, "swiglu": True}, config)
+    with pytest.raises(UnsupportedError, match=r"vision_model\..*linear_fc1.* has a gate is not known"):
+        merged(tmp_path)
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from merge_stream.formats._megatron_saves import (
     require_one_save,
     require_places,
 )
-from merge_stream.formats._megatron_tp import grouped_stack, has_gates, join_parts
+from merge_stream.formats._megatron_tp import TOWER, grouped_stack, has_gates, join_parts, tower_of
 from merge_stream.formats._stored_checksums import ZipRecords
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.ref import TensorRef
@@ -73,6 +73,7 @@ def read_ranks(tree: ByteTree, table: FileTable) -> Raw:
         raw.facts[GATES] = {True: "yes", False: "no", None: "assumed"}[has_gates(arguments)]
     raw.metadata_nbytes = sum(file.nbytes for file in files)
     raw.checksums = (ZipRecords(tree, tuple(names)),)
+    arguments = {**arguments, TOWER: tower_of(name for file in files for stage in file.stages for name in stage)}
     for name, tensor in _joined(grid, arguments, tree):
         if name in raw.tensors:
             known = raw.tensors[name]

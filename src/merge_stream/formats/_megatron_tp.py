@@ -4,10 +4,13 @@
     columns      linear_proj.weight, linear_fc2.weight, out_proj.weight of a delta net
     sections     in_proj and conv1d of a delta net, by the arguments
     whole        norms, router, biases of row-parallel layers, positions, value heads
+    vision towers  `visual.` (transformers' inside) whole; fc1 of layers of Megatron with halves only in mbridge's
+                   Qwen2.5-VL, which is told by its `vision_model.projection`; projections and mergers have none
     rows or whole  MLA's down projections: cut without Transformer Engine, whole with it; the rank's rows tell,
                  with q_lora_rank and kv_lora_rank of the arguments
 
-Facts: megatron-core 0.5 to 0.19, source and real files. Query-key-value is joined by plain concatenation and taken
+Facts: megatron-core 0.5 to 0.19, source and real files; towers: Megatron-Bridge 0.6.2 (`modelling_qwen3_vl`), mbridge
+0.15.1 (`qwen2_5_vl`), sources. Query-key-value is joined by plain concatenation and taken
 apart afterwards, since a rank's part may end inside a group; where ranks share a group and each has a copy of its
 key and value, the number of rows tells so.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
@@ -24,7 +27,10 @@ from merge_stream.tensors.box import Box
 from merge_stream.tensors.ref import ShardTable, TensorRef
 from merge_stream.tensors.tables import moved, rows_of, stacked
 
-__all__ = ["grouped_stack", "has_gates", "join_parts"]
+__all__ = ["TOWER", "grouped_stack", "has_gates", "join_parts", "tower_of"]
+
+TOWER = "vision tower"
+"""Key beside the arguments: "gated" or "plain" layers of Megatron, or "" where nothing tells."""
 
 _ROWS = re.compile(
     r".*(word_embeddings\.weight|output_layer\.(weight|bias)|linear_qkv\.(weight|bias)|linear_(q|q_up|kv_up)_proj\.(weight|bias)"
@@ -34,11 +40,13 @@ _HALVES = re.compile(r".*linear_fc1\.(weight|bias)\d*")
 _COLUMNS = re.compile(r".*(linear_proj\.weight|linear_fc2\.weight\d*|self_attention\.out_proj\.weight)")
 _WHOLE = re.compile(
     r".*(norm[^.]*\.(weight|bias)|layer_norm_(weight|bias)|router\.(weight|bias|expert_bias)|gate_weight"
-    r"|linear_proj\.bias|linear_fc2\.bias\d*|position_embeddings\.weight|post_layernorm\.(weight|bias))"
+    r"|linear_proj\.bias|linear_fc2\.bias\d*|position_embeddings\.weight|post_layernorm\.(weight|bias)"
+    r"|vision_model\.(patch_embed\..+|pos_embed\.weight))"
 )
 _HEAD_NORM = re.compile(r".*\.self_attention\.(?P<x>[qk])_layernorm\.(weight|bias)")
 _PACKED = re.compile(r".*\.self_attention\.(?P<what>in_proj|conv1d)\.(weight|bias)")
 _DOWN = re.compile(r".*linear_(?P<what>q|kv)_down_proj\.weight")
+_QKV = re.compile(r"(?!vision_model\.).*\.linear_qkv\.(weight|bias)")
 _GATES = ("swiglu", "gated_linear_unit", "quick_geglu", "geglu")
 _MIXED = "files of two saves are mixed"
 
@@ -53,17 +61,16 @@ def join_parts(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, An
             two = f"{first.dtype} {list(first.shape)} on rank 0, {part.dtype} {list(part.shape)} elsewhere"
             msg = f"{where}: {name} is {two}"
             raise CorruptCheckpointError(msg, hint=_MIXED)
-    if name.startswith("vision_model.") and ".linear_fc1." in name:
-        msg = f"{where}: whether {name} of {len(parts)} tensor-parallel ranks has a gate is not known"
-        raise UnsupportedError(
-            msg, hint="save a distributed checkpoint (--ckpt-format torch_dist), which tells by itself"
-        )
+    if name.startswith("visual."):
+        return _whole(name, parts, where)  # the tower of transformers, the same on all ranks
     if _HALVES.fullmatch(name):
+        if name.startswith("vision_model."):
+            return _of_tower(name, parts, arguments, where)
         return _halves(name, parts) if _is_gated(name, parts, arguments) else _along(name, parts, 0, where)
     if name.endswith("output_layer.weight") and first.shape[0] == 1:
         return _whole(name, parts, where)  # a value head is not cut
     if _ROWS.fullmatch(name):
-        repeated = _repeated_groups(name, parts, arguments) if ".linear_qkv." in name else None
+        repeated = _repeated_groups(name, parts, arguments) if _QKV.fullmatch(name) else None
         return repeated or _along(name, parts, 0, where)
     if _COLUMNS.fullmatch(name):
         return _along(name, parts, 1, where)
@@ -77,6 +84,31 @@ def join_parts(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, An
         return _down(name, match["what"], parts, arguments, where)
     msg = f"{where}: how {name} is cut over {len(parts)} tensor-parallel ranks is not known"
     raise UnsupportedError(msg, hint="save a distributed checkpoint (--ckpt-format torch_dist), which tells by itself")
+
+
+def tower_of(names: Iterable[str]) -> str:
+    """What kind of vision tower the names are of, for `TOWER`."""
+    for name in names:
+        if "vision_model.projection." in name:
+            return "gated"
+        if "vision_model.merger." in name:
+            return "plain"
+    return ""
+
+
+def _of_tower(name: str, parts: Sequence[TensorRef], arguments: Mapping[str, Any], where: str) -> TensorRef:
+    """linear_fc1 of a layer, a merger or a projection."""
+    kind = arguments.get(TOWER)
+    if not kind:
+        msg = f"{where}: whether {name} of {len(parts)} tensor-parallel ranks has a gate is not known"
+        raise UnsupportedError(
+            msg, hint="save a distributed checkpoint (--ckpt-format torch_dist), which tells by itself"
+        )
+    if kind == "gated" and name.startswith("vision_model.decoder.layers."):
+        if any(part.shape[0] % 2 for part in parts):
+            raise CorruptCheckpointError(f"{name} has an odd number of rows on a rank", hint=_MIXED)
+        return _halves(name, parts)
+    return _along(name, parts, 0, where)
 
 
 def _named(name: str, tensor: TensorRef) -> TensorRef:
