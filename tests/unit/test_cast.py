@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import get_args
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from merge_stream.encodings import cast
 from merge_stream.encodings.cast import Cast, encoding_for
 from merge_stream.options import DtypeName
 from merge_stream.tensors.dtype import DTYPES, DType, dtype_named
@@ -86,6 +88,16 @@ def test_overflows_are_counted_exactly(values: list[float]) -> None:
     out = np.zeros(len(array), dtype=np.float16)
     lost = Cast("fp16").encode(array, out)
     assert lost == sum(abs(v) >= 65520 and not np.isinf(v) for v in array.tolist())
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])
+def test_what_is_looked_for_in_the_bits_are_infinities_and_nan(dtype: np.dtype) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    with np.errstate(invalid="ignore"):
+        finite = np.isfinite(every)
+    assert not cast._holds_special(every[finite])
+    for special in every[~finite]:
+        assert cast._holds_special(np.array([1, special, -1], dtype))
 
 
 def test_infinities_and_nan_of_the_source_are_no_loss() -> None:

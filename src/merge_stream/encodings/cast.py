@@ -5,11 +5,12 @@ are never cast. The values equal torch's `Tensor.to` (tested); NaN stays NaN, it
 is not specified. Values beyond the range of the target become infinite, as in torch, and
 are counted so that the report can say so.
 
-Works in blocks, so that what numpy allocates besides the lease stays small.
+Takes no memory besides the lease, but for blocks where values were lost (or pass through fp32).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -43,18 +44,32 @@ class Cast:
 
     def encode(self, values: np.ndarray, out: np.ndarray) -> int:
         """Cast into `out`; returns the number of finite values that became infinite."""
-        exponent = _EXPONENT[out.dtype.name]
-        bits = out.view(exponent.dtype)
-        by_float = values.dtype == np.float64 and out.dtype.itemsize == 2
-        lost = 0
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            for low in range(0, len(values), _BLOCK):
-                part = slice(low, low + _BLOCK)
-                wide = values[part]
-                np.copyto(out[part], wide.astype(np.float32) if by_float else wide, casting="unsafe")
-                if (bits[part] & exponent).max() == exponent:  # an infinity or NaN is among them
-                    lost += int(np.count_nonzero(np.isinf(out[part]) & np.isfinite(wide)))
-        return lost
+            if values.dtype == np.float64 and out.dtype.itemsize == 2:
+                for part in _blocks(len(values)):
+                    np.copyto(out[part], values[part].astype(np.float32), casting="unsafe")
+            else:
+                np.copyto(out, values, casting="unsafe")
+            if not _holds_special(out):
+                return 0
+            lost = (np.count_nonzero(np.isinf(out[part]) & np.isfinite(values[part])) for part in _blocks(len(values)))
+            return sum(map(int, lost))
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    return (slice(low, low + _BLOCK) for low in range(0, count, _BLOCK))
+
+
+def _holds_special(values: np.ndarray) -> bool:
+    """True when an infinity or NaN is among them: looked up in the bits, twice, since no memory may be taken."""
+    if not len(values):
+        return False
+    exponent = _EXPONENT[values.dtype.name]
+    bits = values.view(exponent.dtype)
+    signed = values.view(f"i{values.dtype.itemsize}")  # as such, positive values are above all negative ones
+    sign = 1 << (8 * values.dtype.itemsize - 1)
+    largest = np.maximum.reduce
+    return bool(largest(signed) >= int(exponent) or int(largest(bits)) >= sign | int(exponent))
 
 
 def encoding_for(name: DtypeName) -> Cast:

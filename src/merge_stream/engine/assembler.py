@@ -18,7 +18,7 @@ from merge_stream.encodings.base import Encoding, scheme_named
 from merge_stream.engine.budget import Lease
 from merge_stream.engine.fold import FoldPlace, apply_fold
 from merge_stream.engine.joint_reads import SEEK, JointReads
-from merge_stream.engine.runs import Regions, regions_of, runs_in
+from merge_stream.engine.runs import FewRows, Regions, regions_of, runs_in
 from merge_stream.errors import CorruptCheckpointError
 from merge_stream.planning.plan import LowRank, ParameterPlan, ResolvedTake
 from merge_stream.planning.segments import Tile, tiles_of
@@ -56,6 +56,7 @@ class Assembler:
         self.read_nbytes = 0
         self.overflows: dict[str, int] = {}
         self._norms: dict[int, tuple[LowRank, np.ndarray]] = {}
+        self._few = FewRows(ShardTable.of([], 0))
         self._joint = JointReads(self._read, frozenset(k for k, file in enumerate(files) if file.path in apart))
 
     def tile(self, parameter: ParameterPlan, box: Box, out: np.ndarray, lease: Lease) -> None:
@@ -181,10 +182,18 @@ class Assembler:
     ) -> None:
         """Read `part` of a take (in the parameter's view) into the values of tile `box`, as it is on disk."""
         wanted = _wanted(take, part)
+        moved = tuple([a - b - c for a, b, c in zip(part.start, wanted.start, box.start, strict=True)])
+        if not take.permute and FewRows.can(take.table):
+            if take.table is not self._few.table:
+                self._few = FewRows(take.table)
+            runs = self._few.runs(wanted, moved, box.shape, itemsize)
+            if runs is not None:
+                for file, offset, at, count in runs:
+                    self._read(file, offset, values[at : at + count])
+                return
         regions = regions_of(take.table, wanted)
         if not take.permute:
-            shift = _minus(part.start, wanted.start)
-            regions = self._read_runs(take.table, regions, shift, box, itemsize, values)
+            regions = self._read_runs(take.table, regions, moved, box, itemsize, values)
         if len(regions.rows):
             view = _view(take, part, box, itemsize, values)
             for k, start, stop in zip(*(column.tolist() for column in regions), strict=True):
@@ -212,14 +221,13 @@ class Assembler:
             lease.rewind(mark)
 
     def _read_runs(  # noqa: PLR0917 - regions, and where they go
-        self, table: ShardTable, regions: Regions, shift: Ints, box: Box, itemsize: int, values: np.ndarray
+        self, table: ShardTable, regions: Regions, moved: Ints, box: Box, itemsize: int, values: np.ndarray
     ) -> Regions:
         """Read each region that is one run in its shard and in the tile where it belongs; returns the others.
 
-        `shift` leads from a region's place in the source to that in the parameter's view.
+        `moved` leads from a region's place in the source to that in the tile.
         """
         met = slice(None) if len(regions.rows) == len(table) else regions.rows
-        moved = np.array(shift, dtype=np.int64) - np.array(box.start, dtype=np.int64)
         runs = runs_in(table, regions, moved, box.shape)
         for straight, file, offset, at, count in zip(
             runs.straight.tolist(),

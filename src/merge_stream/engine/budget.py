@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -94,17 +92,36 @@ class MemoryBudget:
                 slab.area.madvise(mmap.MADV_DONTNEED)
             self._change.notify_all()
 
-    @contextmanager
-    def lease(self) -> Iterator[Lease]:
-        """A slab; waits while all allowed ones are out."""
+    def lease(self) -> _Leasing:
+        """A slab, for a `with` block; waits while all allowed ones are out."""
+        return _Leasing(self)
+
+    def _taken(self) -> _Slab:
         with self._change:
-            self._change.wait_for(lambda: self._out < self._allowed)
+            while self._out >= self._allowed:
+                self._change.wait()
             slab = self._idle.pop() if self._idle else _Slab(self.slab_bytes)
             self._out += 1
-        try:
-            yield Lease(slab.memory)
-        finally:
-            with self._change:
-                self._out -= 1
-                self._idle.append(slab)
-                self._change.notify()
+        return slab
+
+    def _returned(self, slab: _Slab) -> None:
+        with self._change:
+            self._out -= 1
+            self._idle.append(slab)
+            self._change.notify()
+
+
+class _Leasing:
+    """The `with` block of a lease; a class, since a generator takes longer, and each segment has one."""
+
+    __slots__ = ("_budget", "_slab")
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+
+    def __enter__(self) -> Lease:
+        self._slab = self._budget._taken()  # noqa: SLF001 - the two are one
+        return Lease(self._slab.memory)
+
+    def __exit__(self, *_: object) -> None:
+        self._budget._returned(self._slab)  # noqa: SLF001

@@ -86,8 +86,9 @@ def execute(
     tell = threading.Lock()
 
     def pending() -> Iterator[Segment]:
+        resumes = bool(done.outputs)
         for segment in segments_of(plan, segment_bytes):
-            if all(done.covers(span.output, span.start, span.stop) for span in segment.spans):
+            if resumes and all(done.covers(span.output, span.start, span.stop) for span in segment.spans):
                 result.resumed_nbytes += segment.nbytes
                 with tell:
                     observer(Progress(segment.nbytes, resumed=True))

@@ -142,7 +142,7 @@ class JointReads:
 
 def _layout_of(take: ResolvedTake, view: tuple[int, ...]) -> _Layout | None:
     regions = regions_of(take.table, take.source_box)
-    moved = np.array(take.dest_box.start, dtype=np.int64) - np.array(take.source_box.start, dtype=np.int64)
+    moved = [there - here for there, here in zip(take.dest_box.start, take.source_box.start, strict=True)]
     found = runs_in(take.table, regions, moved, view)
     if not found.straight.all():
         return None

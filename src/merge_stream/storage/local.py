@@ -236,12 +236,16 @@ class LocalSink:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
+        self._paths: dict[str, str] = {}
         self._files = OpenFiles(os.O_RDWR, open_file_limit())
         self._uncached = Uncached()
 
     def path(self, name: str) -> str:
         """Absolute path of an output file."""
-        return os.path.join(self.folder, name)
+        path = self._paths.get(name)
+        if path is None:
+            path = self._paths[name] = os.path.join(self.folder, name)
+        return path
 
     def allocate(self, name: str, nbytes: int) -> None:
         """Create the file at its full size, without blocks: free space is checked before, from the plan."""
