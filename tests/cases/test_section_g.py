@@ -562,6 +562,26 @@ def test_case_088_rotary_pairs_of_neighbours(tmp_path: pathlib.Path, bias: bool,
     assert_holds(tmp_path / "out", wanted)
 
 
+def test_case_088_a_file_of_ones_own_is_the_option(tmp_path: pathlib.Path) -> None:
+    """Where no arguments were kept, one line of transformer_config.json tells the flavour."""
+    of = Llama(heads=2, groups=2, width=4)
+    tensors = llama(of)
+    write_dist(tmp_path, fused(tensors, of), of.config)
+    (tmp_path / "ckpt" / "transformer_config.json").write_text('{"rotary_interleaved": true}')
+    merged(tmp_path)
+    turned = (".q_proj.", ".k_proj.")
+    wanted = {n: by_halves(t, 4) if any(x in n for x in turned) else t for n, t in tensors.items()}
+    assert_holds(tmp_path / "out", wanted)
+
+
+@pytest.mark.parametrize("told", ["rotary_interleaved", "layernorm_zero_centered_gamma"])
+def test_case_088_two_files_that_say_otherwise_are_refused(tmp_path: pathlib.Path, told: str) -> None:
+    of = Llama()
+    write_dist(tmp_path, fused(llama(of), of), of.config, arguments(of, **{told: False}))
+    (tmp_path / "ckpt" / "transformer_config.json").write_text(json.dumps({told: True}))
+    assert "by the trainer's arguments" in refused(tmp_path, CorruptCheckpointError)
+
+
 def test_case_088_norms_of_heads_are_reordered_too(tmp_path: pathlib.Path) -> None:
     of = Llama(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
     tensors, whole = llama(of), fused(llama(of), of)

@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from merge_stream.architectures.base import ModelInfo, Named, class_names
 from merge_stream.architectures.base_match import compare_with_base
-from merge_stream.architectures.megatron_rules import Copies, HeadNorm, QkvConcat, QkvGroups
+from merge_stream.architectures.megatron_qkv import HeadNorm, QkvConcat, QkvGroups
+from merge_stream.architectures.megatron_rules import Copies
 from merge_stream.architectures.megatron_tables.base import MegatronFamily, MegatronTable, Rules
 from merge_stream.architectures.refusals import other_model_error
 from merge_stream.architectures.rules import Drop, Rename, Rule, convert

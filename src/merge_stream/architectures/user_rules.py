@@ -53,7 +53,8 @@ from typing import Any
 
 from merge_stream.architectures.base import ModelInfo, Named
 from merge_stream.architectures.base_match import compare_with_base
-from merge_stream.architectures.megatron_rules import ExpertHalves, Halves, Heads, QkvGroups
+from merge_stream.architectures.megatron_qkv import Heads, QkvGroups
+from merge_stream.architectures.megatron_rules import ExpertHalves, Halves
 from merge_stream.architectures.refusals import other_model_error
 from merge_stream.architectures.rules import (
     Concat,

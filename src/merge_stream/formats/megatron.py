@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from merge_stream.containers.json_file import read_json
-from merge_stream.errors import IncompleteShardsError, UnknownFormatError
+from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnknownFormatError
 from merge_stream.formats._catalog import FileTable, clean_names, config_dirs
 from merge_stream.formats._megatron_dist import read_dist
 from merge_stream.formats._megatron_folder import locate
@@ -34,7 +34,7 @@ __all__ = ["MEMBER", "Megatron"]
 
 _VERL, _BRIDGE = "transformer_config.json", "run_config.yaml"
 _YAML = re.compile(
-    r"^ *(?:(layernorm_zero_centered_gamma|rotary_interleaved): (true|false)"
+    r"^  (?:(layernorm_zero_centered_gamma|rotary_interleaved): (true|false)"
     r"|(make_vocab_size_divisible_by|tensor_model_parallel_size): (\d{1,9}))\s*$",
     re.MULTILINE,
 )
@@ -94,7 +94,7 @@ class Megatron:
         if prediction:
             ignored["multi-token prediction (--no-mtp)"] = len(prediction)
         told = _settings(tree, found.folder)
-        facts = {"layout": found.layout, **settings_of(told), **raw.facts}
+        facts = {"layout": found.layout, **_agreed(settings_of(told), raw.facts, here.label), **raw.facts}
         settings = next((t.files[_BRIDGE].path for t in (here, tree) if _BRIDGE in t.files), None)
         has_adapters = any(".adapter." in name for name in model.tensors)
         dirs = [str(Path(here.label))]
@@ -122,6 +122,16 @@ class Megatron:
 
 
 MEMBER: CheckpointFormat = Megatron()
+
+
+def _agreed(beside: Mapping[str, str], inside: Mapping[str, str | int], where: str) -> Mapping[str, str]:
+    """Settings from files beside the checkpoint; CorruptCheckpointError when its own arguments say otherwise."""
+    for key, value in beside.items():
+        own = str(inside.get(key, value))
+        if own.split(" ", 1)[0] != value.split(" ", 1)[0]:
+            msg = f"{where}: {key} are {own} by the trainer's arguments, and {value} by {_VERL} or {_BRIDGE} beside it"
+            raise CorruptCheckpointError(msg, hint="one of them is of another run: remove or correct that file")
+    return beside
 
 
 def _other_iteration(folder: str, facts: Mapping[str, str | int]) -> tuple[str, ...]:

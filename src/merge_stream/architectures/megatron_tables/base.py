@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.megatron_rules import ExpertHalves, Halves, HeadNorm, QkvGroups, heads_of
+from merge_stream.architectures.megatron_qkv import HeadNorm, QkvGroups, heads_of
+from merge_stream.architectures.megatron_rules import ExpertHalves, Halves
 from merge_stream.architectures.rules import Rename, Rule, SplitExperts, Unstack
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.megatron_rules import QkvConcat, heads_of
+from merge_stream.architectures.megatron_qkv import QkvConcat, heads_of
 from merge_stream.architectures.megatron_tables.base import LAYER, MegatronFamily, MegatronTable, Rules, ends, norms
 from merge_stream.architectures.rules import Rename
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.megatron_rules import Heads, QkvConcat
+from merge_stream.architectures.megatron_qkv import Heads, QkvConcat
 from merge_stream.architectures.megatron_tables.base import (
     MegatronFamily,
     MegatronTable,
