@@ -9,7 +9,7 @@ turns weights into those of the repository does not: each mapping's `megatron_to
 name, the hooks and the stacking of experts behind it (Megatron-Bridge), `_weight_to_hf_format` (mbridge). These run
 here on plain tensors, with one rank of each kind.
 
-The result, tests/data/megatron_bridges/exports.json: FAMILY.BRIDGE -> `digest` of all that was exported. The second
+The result, tests/data/megatron_exports.json: FAMILY.BRIDGE -> `digest` of all that was exported. The second
 form reads real torch_dist checkpoints of megatron-core with torch's own reader, and compares what both export with the
 model that the checkpoint was made from.
 """
@@ -173,7 +173,7 @@ def main() -> None:
         return
     goldens = [(path, *opened(path)) for path in MADE if not wanted or path.stem.split(".")[0] in wanted]
     sys.meta_path.insert(0, made._Finder(pathlib.Path(site)))
-    place = made.HERE / "exports.json"
+    place = made.HERE.with_name("megatron_exports.json")
     document: dict[str, str] = json.loads(place.read_text()) if wanted and place.exists() else {}
     for path, config, truth, tensors, _ in goldens:
         family, _, kind = path.stem.partition(".")
