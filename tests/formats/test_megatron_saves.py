@@ -186,6 +186,17 @@ def test_a_folder_of_an_older_run_is_named(
     assert wanted in said(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["mp_rank_000_001/model_optim_rng.pt", "mp_rank_00_001/model.pt"])
+def test_two_files_of_one_rank_are_refused(name: str, tmp_path: pathlib.Path) -> None:
+    """Whichever was read, the other would be left out without a word."""
+    of = Llama(layers=2)
+    write_ranks(tmp_path, pipeline(of, 1, [1, 1]), arguments(of), of.config)
+    step = tmp_path / "ckpt" / STEP
+    (step / name).parent.mkdir(exist_ok=True)
+    shutil.copyfile(step / "mp_rank_00_000" / "model_optim_rng.pt", step / name)
+    assert "are both of tensor 0 pipeline 1" in said(tmp_path)
+
+
 def test_numbers_that_no_job_has_take_no_time(tmp_path: pathlib.Path) -> None:
     """No arguments, and a folder of rank 10^12: ranks up to there are not listed."""
     of = Llama(layers=2)

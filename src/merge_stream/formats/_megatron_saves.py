@@ -76,7 +76,12 @@ def local_experts(part: Mapping[str, TensorRef]) -> int:
 
 
 def require_one_save(files: Sequence[RankFile], tree: ByteTree) -> None:
-    """CorruptCheckpointError when files are of two saves, or one of them is there twice."""
+    """CorruptCheckpointError when files are of two saves, or two of them are of one rank."""
+    first: dict[Coordinates, RankFile] = {}
+    for file in files:
+        if first.setdefault(file.at, file) is not file:
+            msg = f"{tree.label}: {first[file.at].name} and {file.name} are both of tensor {file.at[0]}"
+            raise CorruptCheckpointError(f"{msg} pipeline {file.at[1]} expert {file.at[2]}", hint=_OTHERS)
     _require_alike(files, tree)
     _require_sizes(files, tree)
     _require_own_files(files, tree)
