@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,6 +197,57 @@ def test_a_config_of_another_model_is_refused(name: str, key: str, value: object
     assert config[key] != value
     (base / "config.json").write_text(json.dumps(config | {key: value}))
     failure(MEGATRON / name / "ckpt", base, tmp_path / "out")
+
+
+LAYOUTS = [
+    "legacy_llama_tp2_pp2",
+    "fsdp_llama_dp2",
+    "zarr_llama_tp2_pp2",
+    "td_qwen3moe_grouped_tp2_ep2",
+    "verl2_qwen2_tp2_pp2",
+]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fewer_and_wider_heads_of_the_same_rows_are_refused(name: str, tmp_path: Path) -> None:
+    """No shape tells them: the rows of query, key and value would be cut elsewhere. All layouts keep arguments."""
+    case = shutil.copytree(MEGATRON / name, tmp_path / "case")
+    base = case / "hf" if (case / "hf").exists() else next(case.rglob("huggingface"))
+    config = json.loads((base / "config.json").read_text())
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    other = {"num_attention_heads": heads // 2, "num_key_value_heads": groups // 2, "head_dim": 2 * width}
+    (base / "config.json").write_text(json.dumps(config | other))
+    error = failure(case / "ckpt", base, tmp_path / "out")
+    assert f"{heads} queries and {groups} groups of {width} by the trainer's arguments" in str(error)
+
+
+@pytest.mark.parametrize("layout", ["zarr", "fsdp"])
+def test_what_norms_mean_is_read_in_every_layout(layout: str, tmp_path: Path) -> None:
+    """`apply_layernorm_1p` of common.pt beside zarr arrays, and of the item `args` of Megatron-FSDP."""
+    name = {"zarr": "zarr_llama_tp2_pp2", "fsdp": "fsdp_llama_dp2"}[layout]
+    ckpt = copied(name, tmp_path)
+    told = argparse.Namespace(apply_layernorm_1p=True)
+    if layout == "zarr":
+        torch.save({"args": told, "iteration": 100}, ckpt / STEP / "common.pt")
+    else:
+        path = ckpt / STEP / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        place = next(info for index, info in metadata.storage_data.items() if index.fqn == "args")
+        file = ckpt / STEP / place.relative_path
+        place.offset = file.stat().st_size
+        buffer = io.BytesIO()
+        torch.save(told, buffer)
+        place.length = len(buffer.getvalue())
+        with file.open("ab") as stream:
+            stream.write(buffer.getvalue())
+        path.write_bytes(pickle.dumps(metadata))
+    options = ["--base-model", str(MEGATRON / name / "hf"), "-q"]
+    assert cli.run(["merge", str(ckpt), str(tmp_path / "out"), *options]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    wanted = load_file(MEGATRON / name / "expected" / "model.safetensors")
+    for key, tensor in wanted.items():
+        assert torch.equal(found[key], (tensor.float() + 1).to(tensor.dtype) if "norm" in key else tensor), key
 
 
 def test_an_actor_beside_a_critic_is_asked_for(tmp_path: Path) -> None:

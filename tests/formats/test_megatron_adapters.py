@@ -166,3 +166,17 @@ def test_what_run_config_yaml_says_is_never_guessed(
     assert said in str(caught.value)
     assert caught.value.hint
     assert not (tmp_path / "out").exists()
+
+
+def test_heads_of_another_config_are_refused(tmp_path: pathlib.Path) -> None:
+    """The rows of B are as many, and would be cut at other heads."""
+    of = Llama()
+    write_dist(
+        tmp_path, adapter(of)[0], of.config | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    )
+    text = "model:\n  kv_channels: 4\n  num_attention_heads: 4\n  num_query_groups: 2\n"
+    (tmp_path / "ckpt" / STEP / "run_config.yaml").write_text(text)
+    with pytest.raises(
+        CheckpointError, match="4 queries and 2 groups of 4 by the trainer's arguments, 2 queries and 1"
+    ):
+        merged(tmp_path, lora=LoraChoice("keep", alpha=4))

@@ -16,20 +16,20 @@ from dataclasses import replace
 from merge_stream.architectures.base import ModelInfo, Named, class_names
 from merge_stream.architectures.base_match import compare_with_base
 from merge_stream.architectures.megatron_qkv import HeadNorm, QkvConcat, QkvGroups
-from merge_stream.architectures.megatron_rules import Copies
+from merge_stream.architectures.megatron_rules import Copies, DeltaNet
 from merge_stream.architectures.megatron_tables.base import MegatronFamily, MegatronTable, Rules
 from merge_stream.architectures.refusals import other_model_error
 from merge_stream.architectures.rules import Drop, Rename, Rule, convert
 from merge_stream.architectures.structure import text_value
 from merge_stream.discovery import members_of
-from merge_stream.errors import UnsupportedError
-from merge_stream.formats._megatron_raw import GATES, NORMS, ROTARY
+from merge_stream.errors import CheckpointError, UnsupportedError
+from merge_stream.formats._megatron_raw import DELTA, GATES, HEADS, NORMS, ROTARY, delta_in_words, heads_in_words
 from merge_stream.options import LayoutName
 from merge_stream.tensors.parameter import Mapping, identity
 from merge_stream.tensors.ref import Catalog
 from merge_stream.units import counted
 
-__all__ = ["MEMBER", "NAMING", "Megatron", "megatron_families"]
+__all__ = ["MEMBER", "NAMING", "Megatron", "check_heads", "megatron_families"]
 
 NAMING = "megatron"
 _ALIKE = "visual."
@@ -80,7 +80,9 @@ class Megatron:
             msg = f"Megatron's names of {where} are not known, only {known}; the checkpoint holds {_some(shapes)}"
             raise UnsupportedError(msg, hint=_HINT)
         _check_gates(family, catalog)
-        rules = _turned(family, family.rules(model), catalog)
+        rules = family.rules(model)
+        check_heads(rules, catalog, model.config_path or "config.json")
+        rules = _turned(family, rules, catalog)
         shifted = _shifted(family, catalog)
         head = _value_head(shapes, model)
         converted = convert((*head, *rules), shapes)
@@ -144,6 +146,21 @@ def _check_gates(family: MegatronFamily, catalog: Catalog) -> None:
         raise UnsupportedError(
             msg, hint="pass the --base-model that was trained, or save with --ckpt-format torch_dist"
         )
+
+
+def check_heads(rules: Rules, catalog: Catalog, where: str) -> None:
+    """The trainer's heads are the config's: other heads of the same rows in all would be cut elsewhere."""
+    for rule in rules:
+        if isinstance(rule, (QkvGroups, QkvConcat)) and not rule.pattern.startswith("vision_model."):
+            key, has = HEADS, heads_in_words(rule.heads.queries, rule.heads.groups, rule.heads.width)
+        elif isinstance(rule, DeltaNet):
+            key, has = DELTA, delta_in_words(rule.key_heads, rule.key_width, rule.value_heads, rule.value_width)
+        else:
+            continue
+        told = catalog.facts.get(key, has)
+        if told != has:
+            msg = f"{key}: {told} by the trainer's arguments, {has} by {where}"
+            raise CheckpointError(msg, hint="pass the --base-model that was trained, or correct its config.json")
 
 
 def _some(names: Collection[str]) -> str:

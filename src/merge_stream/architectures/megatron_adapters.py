@@ -20,7 +20,7 @@ import numpy as np
 
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.lora import PREFIX
-from merge_stream.architectures.megatron import NAMING, megatron_families
+from merge_stream.architectures.megatron import NAMING, check_heads, megatron_families
 from merge_stream.architectures.megatron_tables.base import Rules
 from merge_stream.architectures.rules import convert
 from merge_stream.errors import CheckpointError, CorruptCheckpointError, UnsupportedError
@@ -48,6 +48,7 @@ def with_peft_names(catalog: Catalog, model: ModelInfo) -> Catalog:
         msg = f"what Megatron's modules are called in a {model.model_type or 'model of no known type'} ({where})"
         raise UnsupportedError(f"{msg} is not known", hint="pass the --base-model that was trained")
     rules = family.rules(model)
+    check_heads(rules, catalog, model.config_path or "config.json")
     tensors: dict[str, TensorRef] = {}
     modules = 0
     for module, a, b in _pairs(catalog):

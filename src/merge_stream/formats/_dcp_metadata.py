@@ -28,6 +28,7 @@ from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.dtype import DType, dtype_of_torch
 
 __all__ = [
+    "ARGUMENTS",
     "COMMON_STATE",
     "DcpMetadata",
     "StoredChunk",
@@ -40,6 +41,7 @@ __all__ = [
 Ints = tuple[int, ...]
 
 COMMON_STATE = "common_state/"
+ARGUMENTS = "args"
 _READ = (COMMON_STATE, "rng_state/")
 _RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _SHARD_FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -72,7 +74,7 @@ class StoredChunk:
 class DcpMetadata:
     """All metadata files of a folder, united; `values` are names of Python values.
 
-    Those are never read, but for Megatron's common state and random states: their places are in `stored` too.
+    Those are never read, but for Megatron's arguments, common and random states: their places are in `stored` too.
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -225,7 +227,7 @@ def _add_stored(result: DcpMetadata, index: object, info: object, where: str) ->
     name, offset = key.get("fqn"), key.get("offset")
     if type(name) is not str:
         raise CorruptCheckpointError(f"{where}: an entry of storage_data has no name", hint=_HINT)
-    is_read = name in result.values and name.startswith(_READ)
+    is_read = name in result.values and (name.startswith(_READ) or name == ARGUMENTS)
     if name not in result.tensors and not is_read:
         return
     place = _fields(info, "_StorageInfo", where)

@@ -15,18 +15,16 @@ Facts: megatron-core 0.9 to 0.19 (real files).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from merge_stream.containers.torch_file import open_torch_file
 from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, UnsupportedError
 from merge_stream.formats._catalog import FileTable, listed
-from merge_stream.formats._dcp_metadata import COMMON_STATE, DcpMetadata, metadata_files, read_metadata
+from merge_stream.formats._dcp_metadata import DcpMetadata, metadata_files, read_metadata
 from merge_stream.formats._dcp_tensors import ModelChunks
 from merge_stream.formats._megatron_flat import unflattened
 from merge_stream.formats._megatron_names import noise_of
-from merge_stream.formats._megatron_raw import Raw, arguments_of, facts_of, vocabulary_of
+from merge_stream.formats._megatron_raw import Raw
 from merge_stream.formats._megatron_seeds import require_own_seeds
+from merge_stream.formats._megatron_state import common_state
 from merge_stream.options import OpenOptions
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.dtype import F32
@@ -69,10 +67,7 @@ def read_dist(tree: ByteTree, table: FileTable, options: OpenOptions, *, unprefi
             raw.ignored[kind] += 1
     if not unprefixed and options.weights != "master" and _all_wide(raw):
         raw.module_dtype = "config"
-    state = _common_state(tree, meta)
-    arguments = arguments_of(state.get("args"))
-    raw.facts |= facts_of(arguments, state.get("iteration"))
-    raw.vocabulary = vocabulary_of(arguments)
+    raw.learn(common_state(tree, meta))
     return raw
 
 
@@ -109,30 +104,3 @@ def _is_flat(master: str) -> bool:
 
 def _all_wide(raw: Raw) -> bool:
     return bool(raw.tensors) and all(tensor.dtype == F32 for tensor in raw.tensors.values())
-
-
-def _common_state(tree: ByteTree, meta: DcpMetadata) -> Mapping[str, Any]:
-    """The first of common.pt and (0.19) the common state that holds the trainer's arguments; nothing without.
-
-    They decide what values mean, so that a file which cannot be read is an error.
-    """
-    if any(name.startswith(COMMON_STATE) and name not in meta.stored for name in meta.values):
-        msg = f"{tree.label}: the metadata names a common state and does not say where it is stored"
-        raise IncompleteShardsError(msg, hint="a metadata file is missing or damaged")
-    places: list[tuple[str, int, int | None]] = [("common.pt", 0, None)] if "common.pt" in tree.files else []
-    for name, chunks in meta.stored.items():
-        if name.startswith(COMMON_STATE):
-            places += [(chunk.file, chunk.start, chunk.nbytes) for chunk in chunks]
-    for file, start, nbytes in places:
-        if file not in tree.files:
-            msg = f"{tree.label} lacks {file}, which holds the common state"
-            raise IncompleteShardsError(msg, hint="copy the files of all ranks")
-        opened = open_torch_file(tree, file, offset=start, nbytes=nbytes)
-        root = opened.root
-        root = root[0] if isinstance(root, list) and len(root) == 1 else root
-        if not isinstance(root, dict):
-            msg = f"{opened.where} is no common state of a run: it holds {type(root).__name__}"
-            raise CorruptCheckpointError(msg, hint="metadata and data are of two different saves")
-        if "args" in root:
-            return root
-    return {}

@@ -19,6 +19,7 @@ from merge_stream.errors import CorruptCheckpointError, IncompleteShardsError, T
 from merge_stream.formats._catalog import FileTable, listed
 from merge_stream.formats._megatron_names import noise_of
 from merge_stream.formats._megatron_raw import Raw
+from merge_stream.formats._megatron_state import common_state
 from merge_stream.storage.base import ByteTree
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.dtype import DType, dtype_named, dtype_of_torch
@@ -46,6 +47,7 @@ def read_zarr(tree: ByteTree, table: FileTable) -> Raw:
             raw.tensors[match[1]] = _array(tree, match[1], table)
             raw.metadata_nbytes += tree.files[path].nbytes
     raw.facts["arrays"] = len(raw.tensors)
+    raw.learn(common_state(tree, None))
     return raw
 
 

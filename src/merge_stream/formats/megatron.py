@@ -23,7 +23,7 @@ from merge_stream.formats._megatron_dist import read_dist
 from merge_stream.formats._megatron_folder import locate
 from merge_stream.formats._megatron_names import canonical
 from merge_stream.formats._megatron_ranks import read_ranks
-from merge_stream.formats._megatron_raw import ITERATION, settings_of, vocabulary_of
+from merge_stream.formats._megatron_raw import ITERATION, ROTARY, settings_of, vocabulary_of
 from merge_stream.formats._megatron_zarr import read_zarr
 from merge_stream.formats.base import CheckpointFormat, Detection
 from merge_stream.options import OpenOptions
@@ -35,7 +35,8 @@ __all__ = ["MEMBER", "Megatron"]
 _VERL, _BRIDGE = "transformer_config.json", "run_config.yaml"
 _YAML = re.compile(
     r"^  (?:(layernorm_zero_centered_gamma|rotary_interleaved): (true|false)"
-    r"|(make_vocab_size_divisible_by|tensor_model_parallel_size): (\d{1,9}))\s*$",
+    r"|(make_vocab_size_divisible_by|tensor_model_parallel_size|num_attention_heads|num_query_groups|kv_channels"
+    r"|linear_(?:num_key_heads|key_head_dim|num_value_heads|value_head_dim)): (\d{1,9}))\s*$",
     re.MULTILINE,
 )
 _STEP = re.compile(r"(?:iter_|global_step_)(\d{1,18})")
@@ -128,7 +129,7 @@ def _agreed(beside: Mapping[str, str], inside: Mapping[str, str | int], where: s
     """Settings from files beside the checkpoint; CorruptCheckpointError when its own arguments say otherwise."""
     for key, value in beside.items():
         own = str(inside.get(key, value))
-        if own.split(" ", 1)[0] != value.split(" ", 1)[0]:
+        if own != value and not (key == ROTARY and own.split(" ", 1)[0] == value):
             msg = f"{where}: {key} are {own} by the trainer's arguments, and {value} by {_VERL} or {_BRIDGE} beside it"
             raise CorruptCheckpointError(msg, hint="one of them is of another run: remove or correct that file")
     return beside
