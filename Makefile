@@ -77,6 +77,7 @@ BOTH = $$($(BIN)/python -c "from tests.families.models import MODELS; print(*(n 
 nightly: $(STAMP)  ## do merged models load? in transformers 4.57 and 5.24, and in a real vLLM (CPU)
 	$(BIN)/python -m tests.nightly.environments $(NIGHTLY) $(PIP_ARGS)
 	$(BIN)/python -m tests.families.load_merged --tf5 $(NIGHTLY)/tf5 --tf4 $(NIGHTLY)/tf4 --more $(NIGHTLY)/tfs $(BOTH)
+	for tf in tf4 tf5; do PYTHONPATH=$(NIGHTLY)/$$tf:$(NIGHTLY)/tfs $(BIN)/python -W ignore -m tests.nightly.accepted || exit 1; done
 	PYTHONPATH=$(NIGHTLY)/tf5:$(NIGHTLY)/tfs:$(NIGHTLY)/ct $(BIN)/python -m tests.nightly.quantized
 	ALL_SCHEMES=1 $(BIN)/python -m pytest -q tests/memory/test_quantized.py
 	$(BIN)/python -m tests.nightly.vllm_cpu --python $(NIGHTLY)/vllm/bin/python --trainer $(NIGHTLY)/tf5:$(NIGHTLY)/tfs

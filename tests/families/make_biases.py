@@ -20,12 +20,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.biases import module_of
-from merge_stream.architectures.lookup import family_of
-from merge_stream.architectures.rules import convert
 from merge_stream.errors import MergeStreamError
-from tests.families.make_parts import NESTS, models, names_of
+from tests.families.make_parts import NESTS, models, repository_shapes
 
 TARGET = pathlib.Path(__file__).resolve().parents[2] / "src/merge_stream/architectures/biases.json"
 
@@ -35,20 +32,11 @@ Settings = dict[str, dict[str, dict[str, Any]]]
 
 # ------------------------------------------------------------------------------ inside a transformers
 def repository_names(model_type: str, model_class: Any, config: Any) -> frozenset[str] | None:
-    shapes = names_of(model_class, config)
-    if shapes is None:
-        return None
-    info: dict[str, Any] = {"model_type": model_type}
-    nest = getattr(config, "text_config", None)
-    if nest is not None and nest is not config:
-        info["text_config"] = {"model_type": nest.model_type}
-    family = family_of(ModelInfo(info))
     try:
-        names = convert(family.rules, shapes).shapes if family else shapes
+        shapes = repository_shapes(model_type, model_class, config)
     except MergeStreamError:  # experts without a second half, by an odd setting
         return None
-    inside = "thinker" in model_type  # saved alone it has no prefix, its repository has one
-    return frozenset(f"thinker.{n}" if inside and not n.startswith("thinker.") else n for n in names)
+    return None if shapes is None else frozenset(shapes)
 
 
 def configs(config: Any) -> Iterator[tuple[str, Any]]:

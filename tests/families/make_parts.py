@@ -89,6 +89,22 @@ def names_of(model_class: Any, config: Any) -> dict[str, tuple[int, ...]] | None
         return None
 
 
+def repository_shapes(model_type: str, model_class: Any, config: Any) -> dict[str, tuple[int, ...]] | None:
+    """Names and shapes of a model as the repository of its family has them; None when it cannot be built."""
+    shapes = names_of(model_class, config)
+    info: dict[str, Any] = {"model_type": model_type}
+    nest = getattr(config, "text_config", None)
+    if nest is not None and nest is not config:
+        info["text_config"] = {"model_type": nest.model_type}
+    family = family_of(ModelInfo(info))
+    if shapes is None or family is None:
+        return shapes
+    found = convert(family.rules, shapes).shapes
+    if "thinker" in model_type:  # saved alone it has no prefix, its repository has one
+        return {name if name.startswith("thinker.") else f"thinker.{name}": shape for name, shape in found.items()}
+    return dict(found)
+
+
 def models() -> Iterator[tuple[str, Any, Any]]:
     """(model_type, class, config) of all that this transformers knows."""
     import transformers
@@ -123,26 +139,18 @@ def observe(to: pathlib.Path) -> None:
     found: dict[str, Seen] = {}
     for model_type, model_class, config in models():
         seen = found.setdefault(model_type, {})
-        nest = getattr(config, "text_config", None)
-        info: dict[str, Any] = {"model_type": model_type}
-        if nest is not None and nest is not config:
-            info["text_config"] = {"model_type": nest.model_type}
-        family = family_of(ModelInfo(info))
         for key in NESTS:
             part = getattr(config, key, None)
             if hasattr(part, "to_dict") and part is not config:
                 for inside in filter(None, {part.model_type, part.to_dict()["model_type"]}):  # 4.57: Glm4vMoe_text
                     seen.setdefault(f"@{key}", set()).add(frozenset({inside}))
         for variant in variants(config):
-            shapes = names_of(model_class, variant)
             try:
-                names = convert(family.rules, shapes or {}).shapes if family else shapes
+                shapes = repository_shapes(model_type, model_class, variant)
             except MergeStreamError as error:  # experts without a second half, by an odd setting
                 print(f"{model_type}: {error}")
                 continue
-            if names and "thinker" in model_type:
-                names = {name if name.startswith("thinker.") else f"thinker.{name}": () for name in names}
-            note(names or {}, seen)
+            note(shapes or {}, seen)
         print(f"{model_type}: {len(seen)} modules", flush=True)
     write(to, found)
 
