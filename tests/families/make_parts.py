@@ -8,7 +8,8 @@ Inside a transformers (the first two): every model of models.py and every plain 
 without data, then once more for each setting that could add or take parts (flags turned, what is
 null given a number, numbers set to 0), and the sets of parts seen under each module are written down,
 under the names of the repository. The third makes the file: parts that some setting takes away are
-no duty, the smallest of the remaining sets are. The names of the goldens are added as they are.
+no duty, the smallest of the remaining sets are. The names of the goldens are added as they are. Under "*" stand all
+names that were seen in a plain text model whose layers are alike.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.families import DENSE, HEADS, RECOMPUTED
+from merge_stream.architectures.families import DENSE, HEADS, RECOMPUTED, UNIFORM
 from merge_stream.architectures.lookup import family_of
 from merge_stream.architectures.rules import convert
 from merge_stream.errors import MergeStreamError
@@ -37,6 +38,15 @@ COUNTS = re.compile(r"shared|lora|rank|every|interval|step|freq|dense|nextn|mtp|
 SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4}
 UNSAID = {"head_dim": 64, "num_key_value_heads": 4}
 """For classes that cannot be built from their own defaults, which leave these out."""
+
+MASKS = ("bias", "masked_bias")
+UNSEEN = {
+    "opt": ["model.decoder.project_in.weight", "model.decoder.project_out.weight"],
+    "gpt2": [f"transformer.h.#.attn.{name}" for name in MASKS],
+    "gptj": [f"transformer.h.#.attn.{name}" for name in MASKS],
+    "gpt_neox": [f"gpt_neox.layers.#.attention.{name}" for name in MASKS],
+}
+"""Parts that no flag adds: OPT-350m has a `word_embed_proj_dim` of its own; old repositories hold attention masks."""
 
 Seen = dict[str, set[frozenset[str]]]
 
@@ -201,6 +211,14 @@ def duties(seen: Seen) -> dict[str, list[list[str]]]:
     return made
 
 
+def all_names(seen: Seen, at: str = "") -> Iterator[str]:
+    """Every name that can be put together of the parts."""
+    for part in set().union(*seen.get(at, ())):
+        yield from all_names(seen, at + part) if part.endswith(".") else [at + part]
+    if at and at + "#." in seen:
+        yield from all_names(seen, at + "#.")
+
+
 def finish(parts: list[str]) -> None:
     """Join what was seen, and the goldens, and write the file."""
     found: dict[str, Seen] = {}
@@ -213,6 +231,8 @@ def finish(parts: list[str]) -> None:
         told = json.loads(golden.read_text())
         note(told["outputs"], found.setdefault(told["config"]["model_type"], {}))
     made = {kind: duties(seen) for kind, seen in sorted(found.items()) if seen}
+    for kind in UNIFORM & made.keys():
+        made[kind]["*"] = [sorted({*all_names(found[kind]), *UNSEEN.get(kind, ())})]
     lines = [f" {json.dumps(kind)}: {json.dumps(modules, separators=(',', ':'))}" for kind, modules in made.items()]
     TARGET.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{len(made)} model types, {TARGET.stat().st_size} bytes")

@@ -11,7 +11,7 @@ import pytest
 
 from merge_stream.architectures.base import BaseTensor, ModelInfo
 from merge_stream.architectures.naming import map_names
-from merge_stream.architectures.parts import check_parts, known_parts
+from merge_stream.architectures.parts import check_parts, known_parts, strange_names
 from merge_stream.architectures.structure import check_structure, layer_of
 from merge_stream.errors import CheckpointError, IncompleteShardsError
 from merge_stream.tensors.ref import Catalog, ShardTable, TensorRef
@@ -63,6 +63,7 @@ def test_experts_of_some_families_are_intermediate_size_wide(family: str) -> Non
         check_structure(shapes, ModelInfo({**config, "intermediate_size": 96}))
 
 
+PLAIN = sorted((pathlib.Path(__file__).parents[1] / "data/megatron_bridges").glob("*.json"))
 PARTS = sorted(name.removeprefix("model.layers.0.") for name in LLAMA if name.startswith("model.layers.0."))
 
 
@@ -99,6 +100,28 @@ def test_the_bare_model_and_other_attentions_are_whole() -> None:
     assert check_parts(bare, ModelInfo({"model_type": "llama"})) == ()
     with pytest.raises(IncompleteShardsError, match=r"model\.norm\.weight is missing"):
         check_parts([name for name in bare if name != "norm.weight"], ModelInfo({"model_type": "llama"}))
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
+def test_a_whole_model_has_no_strange_names(path: pathlib.Path) -> None:
+    document = json.loads(path.read_text())
+    assert strange_names(document["hf"], ModelInfo(document["config"])) == []
+
+
+def test_names_that_no_plain_model_has() -> None:
+    model = ModelInfo({"model_type": "llama"})
+    more = ["lm_head.weight", "score.bias", "v_head.summary.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+    bare = [name.removeprefix("model.") for name in LLAMA]
+    assert strange_names([*LLAMA, *more, *bare, "model.layers.9.mlp.up_proj.bias"], model) == []
+    strange = ["model.layers.0.mlp.extra.weight", "model.layers.0.self_attn.q_norm.weight", "ema", "norm"]
+    assert strange_names([*strange, *LLAMA], model) == strange
+    assert strange_names(strange, ModelInfo({"model_type": "llama", "auto_map": {"AutoModel": "own.Model"}})) == []
+    assert strange_names(strange, ModelInfo({"model_type": "jamba"})) == [], (
+        "a family with a table has patterns instead"
+    )
+    opt = ["model.decoder.project_in.weight", "model.decoder.layers.0.fc1.bias"]
+    assert strange_names(opt, ModelInfo({"model_type": "opt"})) == []
+    assert strange_names(["transformer.h.0.attn.bias", "h.0.attn.masked_bias"], ModelInfo({"model_type": "gpt2"})) == []
 
 
 def test_the_table_is_json_of_sets() -> None:

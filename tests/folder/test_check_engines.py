@@ -14,7 +14,7 @@ import torch
 from merge_stream.api import make_plan, open_checkpoint
 from merge_stream.verification.check import check_folder
 from merge_stream.verification.engine_classes import classes_of
-from tests.folder.models import checkpoint, llama, llama_config, model_folder, run_tool
+from tests.folder.models import checkpoint, llama, llama_config, merge, model_folder, run_tool, tensors_of
 from tests.folder.test_check_families import folder as headers_only
 
 BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"
@@ -227,6 +227,19 @@ def test_the_table_in_the_documentation_says_what_check_says(
     assert ("vLLM reads Voxtral in Mistral's own form alone" in text) is (vllm == "refused"), text
     assert says_sglang[sglang], text
     assert says_tgi[tgi], text
+
+
+def test_names_that_no_model_of_the_family_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two engines stop at them; a merge writes them, and says so."""
+    tensors = llama() | {"model.layers.0.mlp.extra.weight": torch.ones(2)}
+    source = checkpoint(tmp_path / "ckpt", tensors, llama_config())
+    assert merge(source, tmp_path / "out") == 0
+    text = "1 name that no llama has: model.layers.0.mlp.extra.weight"
+    assert text in capsys.readouterr().err
+    assert "model.layers.0.mlp.extra.weight" in tensors_of(tmp_path / "out")
+    (finding,) = [f for f in check_folder(tmp_path / "out").findings if f.severity == "error"]
+    assert text in finding.text
+    assert finding.loaders == "vLLM, llama.cpp"
 
 
 @pytest.mark.parametrize("command", ["merge", "plan"])

@@ -4,7 +4,7 @@
 
 Inside a transformers: each model of make_parts.py (those of models.py, and plain text models by their own defaults) is
 built without data; its names and shapes, as the repository has them, with the config as `save_pretrained` writes it,
-must pass what a merge asks of them: layers, sizes, experts, biases, parts. Prints those that do not.
+must pass what a merge asks of them: layers, sizes, experts, biases, parts, no other names. Prints those that do not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.biases import check_biases
-from merge_stream.architectures.parts import check_parts
+from merge_stream.architectures.parts import check_parts, strange_names
 from merge_stream.architectures.structure import check_structure
 from merge_stream.errors import MergeStreamError
 from tests.families.make_parts import models, repository_shapes
@@ -38,7 +38,8 @@ def main() -> None:
                 print(f"{model_type}: cannot be built")
                 continue
             check_biases(shapes, model)
-            told = [*check_structure(shapes, model), *check_parts(shapes, model)]
+            strange = [f"{name} is strange" for name in strange_names(shapes, model)]
+            told = [*check_structure(shapes, model), *check_parts(shapes, model), *strange]
         except MergeStreamError as error:
             told = [] if EXPECTED.get(model_type, "no") in error.message else [error.message]
         built += 1

@@ -6,7 +6,8 @@ whole (a layer is dense or a mixture; an attention has `q_proj` or `q_a_proj`). 
 config takes away (biases, shared experts, norms of queries) is in no set. Seen in models of transformers
 4.57.6 and 5.24.0, each built once more for every setting that adds or takes parts
 (`tests/families/make_parts.py`). A model with others inside is known with those alone that were seen in it
-(`@text_config` ...). A base model knows better than this table, so it is not asked then.
+(`@text_config` ...). Of plain text models whose layers are alike it has all names that were seen, under `*`.
+A base model knows better than this table, so it is not asked then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from merge_stream.architectures.base import ModelInfo
 from merge_stream.architectures.families import HEADS, RECOMPUTED
 from merge_stream.errors import IncompleteShardsError
 
-__all__ = ["check_parts", "known_parts"]
+__all__ = ["check_parts", "known_parts", "strange_names"]
 
 Parts = Mapping[str, list[list[str]]]
 
@@ -74,6 +75,20 @@ def check_parts(names: Iterable[str], model: ModelInfo) -> tuple[str, ...]:
         hint += "; if this model has no such part by design, a --base-model that has none decides, or --no-config"
         raise IncompleteShardsError(msg, hint=hint)
     return ()
+
+
+def strange_names(names: Iterable[str], model: ModelInfo) -> list[str]:
+    """Names that no model of the family has, whatever its settings; none where all its names are not known."""
+    known = frozenset(_tables().get(model.model_type, {}).get("*", [[]])[0])
+    if not known or "auto_map" in (model.config or {}):
+        return []
+    bare = frozenset(name.partition(".")[2] for name in known)  # as transformers' AutoModel saves it
+    return [
+        name
+        for name in names
+        if not (HEADS.fullmatch(name) or RECOMPUTED.fullmatch(name))
+        and _NUMBER.sub("#", "." + name)[1:] not in known | bare
+    ]
 
 
 def _lost(module: str, there: set[str], parts: Parts) -> list[str]:

@@ -58,7 +58,7 @@ def fetch_base(name: str) -> HubBase:
             raise HubError(f"{error.message}; no folder {repo} is here", hint=f"{error.hint}; {hint}") from error
         return HubBase(folder, repo, None, (f"the Hub is not asked: {repo} is taken from its cache",))
 
-    with speaking_clearly(f"{wanted} could not be read from the Hub", hint):
+    with speaking_clearly(f"{wanted} is no folder here, and could not be read from the Hub", hint):
         info = api.model_info(repo, revision=revision or None, files_metadata=True)
         there = {s.rfilename: s.size or 0 for s in info.siblings or ()}
         if "config.json" not in there:

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from merge_stream.architectures.base import ModelInfo, class_names
+from merge_stream.architectures.base_match import plain_name
 from merge_stream.architectures.families import HEADS
+from merge_stream.architectures.parts import strange_names
 from merge_stream.architectures.ties import tied_by_config
 from merge_stream.tensors.dtype import DType
 from merge_stream.verification.engine_classes import classes_of, spelled_otherwise
@@ -92,6 +94,7 @@ def check_engines(model: Headers) -> Iterator[Finding]:
     """Findings about one engine and one family each."""
     if not model.tensors:
         return
+    yield from _strange(model)
     yield from _routers(model)
     yield from _experts(model)
     yield from _heads(model)
@@ -104,6 +107,17 @@ def engine_warnings(model: Headers) -> list[str]:
     """The findings that are more than a note, as a merge tells them before its first byte."""
     told = (finding for finding in check_engines(model) if finding.severity != "note")
     return [f"{f.text} [{f.loaders}]" + (f"; {f.hint}" if f.hint else "") for f in told]
+
+
+def _strange(model: Headers) -> Iterator[Finding]:
+    """What no model of the family has; a trainer's wrapper is told by the rules on names."""
+    names = [plain for plain in map(plain_name, model.tensors) if plain is not None]
+    if any("lora_" in name or name.startswith(("module.", "base_model.")) for name in names):
+        return
+    strange = strange_names(names, ModelInfo(model.config))
+    if strange:
+        text = f"{some(len(strange), 'name')} that no {model.kind} has: {listed(strange)}; others leave them out"
+        yield Finding("error", "names", "family", "vLLM, llama.cpp", text)
 
 
 def _routers(model: Headers) -> Iterator[Finding]:
