@@ -27,6 +27,7 @@ RULES = {
     "head-bias",
     "head-lost",
     "head-refused",
+    "keys",
     "llama4-experts",
     "router",
     "router-bias",
@@ -60,6 +61,25 @@ def test_a_correction_bias_wants_its_router(tmp_path: Path, key: str) -> None:
     found = told(tmp_path / "wrong", bias, model_type="deepseek_v3", **{k: v for k, v in RIGHT.items() if k != key})
     assert f"error {key} is None" in found["router"]
     assert f'set "{key}": "{RIGHT[key]}"' in found["router"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        (("n_group", "route_norm", "score_func", "topk_group"), "afmoe"),
+        (("block_dim", "conv_dim"), "lfm2"),
+        (("head_dim", "use_qk_norm"), "glm4v_moe"),
+    ],
+)
+def test_keys_that_vllm_reads_and_transformers_does_not_write(tmp_path: Path, keys: tuple[str, ...], kind: str) -> None:
+    def config(*there: str) -> dict[str, Any]:
+        given = dict.fromkeys(there, 1)
+        return {"text_config": given | {"model_type": "glm4v_moe_text"}} if kind == "glm4v_moe" else given
+
+    assert "keys" not in told(tmp_path / "whole", {}, model_type=kind, **config(*keys))
+    found = told(tmp_path / "bare", {}, model_type=kind, **config(*keys[1:]))["keys"]
+    assert found.startswith("error")
+    assert f"lacks {keys[0]}, without which vLLM" in found
 
 
 def test_tgi_never_reads_a_correction_bias(tmp_path: Path) -> None:
@@ -206,7 +226,9 @@ def test_the_table_in_the_documentation_says_what_check_says(
         config = {**config, "audio_config": {"model_type": "tower"}}
     findings = [f for f in check_folder(headers_only(tmp_path, shapes, config)).findings if f.rule in RULES]
     text = "; ".join(
-        f"{f.rule}: {f.text}" for f in findings if f.rule not in {"router", "head-lost", "head-refused", "head-bias"}
+        f"{f.rule}: {f.text}"
+        for f in findings
+        if f.rule not in {"keys", "router", "head-lost", "head-refused", "head-bias"}
     )
     says_sglang = {
         "loads": "SGLang" not in text,

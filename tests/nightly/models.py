@@ -145,6 +145,64 @@ LOADS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+NESTS_OF_TEXT = ("", "text_config")
+WIDE_TOWER = frozenset({"embed_dim", "hidden_size", "intermediate_size", "out_hidden_size", "projection_dim"})
+WIDE_TOWER |= {"d_model", "encoder_ffn_dim", "output_dim"}
+
+
+def _widened(settings: dict[str, Any], inside: str = "") -> dict[str, Any]:
+    """Settings of tests/families/models.py with the sizes of these, in the configs inside too."""
+    made: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            made[key] = _widened(value, key)
+        elif inside not in NESTS_OF_TEXT:
+            made[key] = 128 if key in WIDE_TOWER else value
+        elif key in {"moe_intermediate_size", "shared_intermediate_size"}:
+            made[key] = 64
+        elif key != "shared_expert_intermediate_size":  # see above
+            made[key] = SIZES[key] if key in SIZES and key != "tie_word_embeddings" else value
+    return made
+
+
+GLM_ROPE = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+GLM_TEXT = {"rope_scaling": GLM_ROPE, "rope_parameters": GLM_ROPE, "partial_rotary_factor": 0.5}
+FURTHER: dict[str, dict[str, Any]] = {
+    "qwen3_next": {},
+    "glm4_moe_lite": LATENT,
+    "exaone_moe": {},
+    "cohere2_moe": {},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0, "n_group": 1, "topk_group": 1},
+    "jamba": {},
+    "lfm2_moe": {},
+    "granitemoeshared": {},
+    "granitemoehybrid": {"mamba_d_head": 64},
+    "llama4_text": {},
+    "llama4": {},
+    "glm4v": {"text_config": GLM_TEXT},
+    "glm4v_moe": {"text_config": {**GLM_TEXT, "use_qk_norm": False}},
+    "idefics3": {},
+    "smolvlm": {},
+    "granite_speech": {},
+    "llava_pixtral": {},
+    "llava_next_video": {},
+    "internvl": {},
+    "internvl_moe": {},
+    "mistral3": {},
+    "aria": {},
+    "cohere2_vision": {"text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True},
+    "lfm2_vl": {"text_config": {"conv_dim": 128, "block_dim": 128}, "vision_config": {"vision_use_head": False}},
+    "qwen2_audio": {},
+    "audioflamingo3": {},
+}
+"""Loaded as in models.py; what a family's repository has in its config beside that, and vLLM asks for."""
+
+for name, more in FURTHER.items():
+    model_class, config_class, settings = MODELS[name]
+    wide = _widened(settings)
+    nests = {key: {**wide[key], **value} if isinstance(value, dict) else value for key, value in more.items()}
+    LOADS[name] = (model_class, config_class, {**wide, **nests})
+
 FAMILIES = {**GENERATES, **LOADS}
 
 ARCHITECTURE = {"phimoe": "PhiMoEForCausalLM"}
@@ -168,5 +226,14 @@ REFUSED = {
     "llava_onevision": TOWER,
     "gemma3": TOWER,
     "paligemma": TOWER,
+    "llava_next_video": TOWER,
+    "lfm2_vl": "embeddings",
+    "glm4_moe_lite": EXPERTS,
+    "exaone_moe": "e_score_correction_bias",
+    "lfm2_moe": "routed_experts",
+    "granitemoehybrid": "block_sparse_moe.experts",
+    "granite_speech": "lm_head",
+    "qwen2_audio": "lm_head",
+    "audioflamingo3": "lm_head",
 }
 """Whose names in the memory of transformers 5 vLLM cannot load, and what its error names: the control."""

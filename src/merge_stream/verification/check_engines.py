@@ -48,6 +48,16 @@ _LLAMA_CPP_DTYPES = frozenset(
     {"F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}
 )
 
+# What vLLM 0.32 reads from a config without asking whether it is there, and transformers' own classes (5.24) do not
+# write: `afmoe.py`, `glm4_moe.py` (below GLM-4.5V), `lfm2.py`.
+_GLM = ("head_dim", "use_qk_norm")
+_READ_BY_VLLM = {
+    "afmoe": ("n_group", "route_norm", "score_func", "topk_group"),
+    "glm4v_moe_text": _GLM,
+    "Glm4vMoe_text": _GLM,
+    "lfm2": ("block_dim", "conv_dim"),
+}
+
 # Families whose names in the repository are not those of transformers' memory, and which SGLang leaves to transformers.
 _NOT_THROUGH_TRANSFORMERS = frozenset(
     ["aria", "minimax", "phimoe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "video_llava"]
@@ -95,6 +105,7 @@ def check_engines(model: Headers) -> Iterator[Finding]:
     if not model.tensors:
         return
     yield from _strange(model)
+    yield from _keys(model)
     yield from _routers(model)
     yield from _experts(model)
     yield from _heads(model)
@@ -118,6 +129,15 @@ def _strange(model: Headers) -> Iterator[Finding]:
     if strange:
         text = f"{some(len(strange), 'name')} that no {model.kind} has: {listed(strange)}; others leave them out"
         yield Finding("error", "names", "family", "vLLM, llama.cpp", text)
+
+
+def _keys(model: Headers) -> Iterator[Finding]:
+    for config, where in ((model.config, "config.json"), (model.nest("text_config"), "text_config")):
+        lacking = [key for key in _READ_BY_VLLM.get(str(config.get("model_type")), ()) if key not in config]
+        if lacking:
+            text = f"{where} lacks {', '.join(lacking)}, without which vLLM cannot build the model"
+            hint = "take config.json from the original repository (transformers leaves them out)"
+            yield Finding("error", "config", "keys", "vLLM", text, hint)
 
 
 def _routers(model: Headers) -> Iterator[Finding]:
