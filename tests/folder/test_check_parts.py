@@ -10,7 +10,7 @@ import torch
 
 from merge_stream.verification.check import check_folder
 from merge_stream.verification.finding import Finding
-from tests.folder.models import checkpoint, llama, llama_config, merge, model_folder, parts_of
+from tests.folder.models import checkpoint, llama, llama_config, merge, model_folder, parts_of, tensors_of
 from tests.folder.test_check import SIDE
 
 Tensors = dict[str, torch.Tensor]
@@ -65,6 +65,17 @@ def test_mxfp4_blocks_are_the_experts_of_a_gpt_oss(tmp_path: Path) -> None:
     left = {name: tensor for name, tensor in packed.items() if "gate_up_proj" not in name}
     (finding,) = found(tmp_path / "lost", tensors | left, config)
     assert "mlp.experts.gate_up_proj" in finding.text
+
+
+@pytest.mark.parametrize(("method", "weight"), [("bitsandbytes", "SCB"), ("hqq", "W_q"), ("own", "codes")])
+def test_forms_of_quantization_that_are_not_known_are_not_judged(tmp_path: Path, method: str, weight: str) -> None:
+    there = {name: tensor for name, tensor in llama().items() if method == "bitsandbytes" or "mlp" not in name}
+    there |= {f"model.layers.0.mlp.{k}_proj.{weight}": torch.ones(8).byte() for k in ("gate", "up", "down")}
+    config = llama_config(quantization_config={"quant_method": method})
+    source = model_folder(tmp_path / "m", there, config, SIDE)
+    assert {f.rule for f in check_folder(source).findings} & {"parts", "family"} == set()
+    assert merge(source, tmp_path / "out") == 0
+    assert tensors_of(tmp_path / "out").keys() == there.keys()
 
 
 def test_names_of_memory_are_told_once(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from merge_stream.architectures.base import BaseTensor, ModelInfo
 from merge_stream.architectures.families import EMBEDDINGS, HEADS, RECOMPUTED
@@ -17,7 +18,7 @@ from merge_stream.architectures.structure import layer_of, text_value
 from merge_stream.architectures.ties import tied_by_config
 from merge_stream.units import counted
 
-__all__ = ["BaseMatch", "compare_with_base", "packed", "plain_name", "plain_weights"]
+__all__ = ["BaseMatch", "compare_with_base", "form_is_known", "packed", "plain_name", "plain_weights"]
 
 Ints = tuple[int, ...]
 
@@ -27,6 +28,7 @@ _SCALES = re.compile(
     r"|\.qzeros|\.scales|\.g_idx|\.absmax|\.quant_map|\.quant_state\..+)"
 )
 _PACKED = re.compile(r"(?P<plain>.*)(?P<packed>_blocks|_packed|\.qweight)")
+_KNOWN_FORMS = frozenset({"awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4"})
 _PREDICTION = re.compile(r"(^|.*\.)(mtp|nextn|mtp_block)(\.|_|s\.).*")
 _HEAD_NAMES = ("lm_head.weight", "lm_head.bias", "embed_out.weight", "language_model.lm_head.weight")
 
@@ -108,6 +110,12 @@ def plain_name(name: str) -> str | None:
         return None
     found = _PACKED.fullmatch(name)
     return name if found is None else found["plain"] + ".weight" * (found["packed"] == ".qweight")
+
+
+def form_is_known(config: Mapping[str, Any]) -> bool:
+    """Whether `plain_name` knows the names of a quantized model with this config; true of a plain one."""
+    settings = config.get("quantization_config")
+    return not isinstance(settings, Mapping) or str(settings.get("quant_method")) in _KNOWN_FORMS
 
 
 def plain_weights(base: Mapping[str, BaseTensor]) -> dict[str, Ints | None]:

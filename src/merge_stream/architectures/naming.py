@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from merge_stream.architectures.base import Architecture, ModelInfo, Named
-from merge_stream.architectures.base_match import packed
+from merge_stream.architectures.base_match import form_is_known, packed
 from merge_stream.architectures.biases import check_biases
 from merge_stream.architectures.families import HEADS, RECOMPUTED
 from merge_stream.architectures.lookup import family_of
@@ -58,7 +58,7 @@ def map_names(catalog: Catalog, model: ModelInfo, layout: LayoutName) -> Mapping
 def _check_parts(shapes: dict[str, tuple[int, ...]], model: ModelInfo, layout: LayoutName) -> tuple[str, ...]:
     """Parts that every layer lacks; under the trainer's names only where they lead to those of the repository."""
     adapter_or_quantized = any("lora_" in name or packed(name) for name in shapes)
-    if model.config is None or model.base_tensors or adapter_or_quantized:
+    if model.config is None or model.base_tensors or adapter_or_quantized or not form_is_known(model.config):
         return ()
     names: Iterable[str] = shapes
     family = family_of(model)

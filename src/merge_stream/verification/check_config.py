@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo, class_names
-from merge_stream.architectures.base_match import plain_name
+from merge_stream.architectures.base_match import form_is_known, plain_name
 from merge_stream.architectures.biases import check_biases
 from merge_stream.architectures.families import HEADS
 from merge_stream.architectures.lookup import family_of
@@ -96,7 +96,8 @@ def _complete(folder: CheckedFolder, model: ModelInfo) -> Iterator[Finding]:
     names = {plain_name(name) or name for name in folder.tensors}
     family = family_of(model)
     strange = family is not None and family.strangers(name for name in names if not HEADS.fullmatch(name))
-    if strange or not model.model_type or any("lora_" in name for name in names):
+    known = model.model_type and form_is_known(folder.config)
+    if strange or not known or any("lora_" in name for name in names):
         return
     again = "correct config.json, or merge again from all shards"
     try:

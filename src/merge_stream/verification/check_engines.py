@@ -48,6 +48,9 @@ _LLAMA_CPP_DTYPES = frozenset(
     {"F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"}
 )
 
+# A quantized model may hold tensors of forms that are not known here.
+_QUANTIZED = ("quantization_config", "compression_config", "quantization")
+
 # What vLLM 0.32 reads from a config without asking whether it is there, and transformers' own classes (5.24) do not
 # write: `afmoe.py`, `glm4_moe.py` (below GLM-4.5V), `lfm2.py`.
 _GLM = ("head_dim", "use_qk_norm")
@@ -123,7 +126,9 @@ def engine_warnings(model: Headers) -> list[str]:
 def _strange(model: Headers) -> Iterator[Finding]:
     """What no model of the family has; a trainer's wrapper is told by the rules on names."""
     names = [plain for plain in map(plain_name, model.tensors) if plain is not None]
-    if any("lora_" in name or name.startswith(("module.", "base_model.")) for name in names):
+    if any(key in model.config for key in _QUANTIZED) or any(
+        "lora_" in name or name.startswith(("module.", "base_model.")) for name in names
+    ):
         return
     strange = strange_names(names, ModelInfo(model.config))
     if strange:
