@@ -69,6 +69,10 @@ def test_a_correction_bias_wants_its_router(tmp_path: Path, key: str) -> None:
         (("n_group", "route_norm", "score_func", "topk_group"), "afmoe"),
         (("block_dim", "conv_dim"), "lfm2"),
         (("head_dim", "use_qk_norm"), "glm4v_moe"),
+        (("head_dim",), "glm4_moe"),
+        (("first_k_dense_replace",), "glm4_moe_lite"),
+        (("mla_scale_kv_lora", "mla_scale_q_lora", "zero_expert_type"), "longcat_flash"),
+        (("rotary_dim", "scoring_func"), "minimax_m2"),
     ],
 )
 def test_keys_that_vllm_reads_and_transformers_does_not_write(tmp_path: Path, keys: tuple[str, ...], kind: str) -> None:

@@ -52,13 +52,17 @@ _LLAMA_CPP_DTYPES = frozenset(
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")
 
 # What vLLM 0.32 reads from a config without asking whether it is there, and transformers' own classes (5.24) do not
-# write: `afmoe.py`, `glm4_moe.py` (below GLM-4.5V), `lfm2.py`.
+# write unless a config that they read had it (`vllm/model_executor/models/`; below GLM-4.5V it is `glm4_moe.py`).
 _GLM = ("head_dim", "use_qk_norm")
 _READ_BY_VLLM = {
     "afmoe": ("n_group", "route_norm", "score_func", "topk_group"),
+    "glm4_moe": ("head_dim",),
+    "glm4_moe_lite": ("first_k_dense_replace",),
     "glm4v_moe_text": _GLM,
     "Glm4vMoe_text": _GLM,
     "lfm2": ("block_dim", "conv_dim"),
+    "longcat_flash": ("mla_scale_kv_lora", "mla_scale_q_lora", "zero_expert_type"),
+    "minimax_m2": ("rotary_dim", "scoring_func"),
 }
 
 # Families whose names in the repository are not those of transformers' memory, and which SGLang leaves to transformers.
