@@ -194,6 +194,9 @@ FURTHER: dict[str, dict[str, Any]] = {
     "lfm2_vl": {"text_config": {"conv_dim": 128, "block_dim": 128}, "vision_config": {"vision_use_head": False}},
     "qwen2_audio": {},
     "audioflamingo3": {},
+    "solar_open": {},
+    "hunyuan_v1_moe": {"moe_intermediate_size": 128},
+    "flex_olmo": {"moe_intermediate_size": 128},
 }
 """Loaded as in models.py; what a family's repository has in its config beside that, and vLLM asks for."""
 
