@@ -61,21 +61,21 @@ def test_every_code_is_that_of_torch(lower: int) -> None:
     values = ((np.arange(1 << 16, dtype=np.uint32) << 16) | np.uint32(lower)).view(np.float32)
     wanted = torch.from_numpy(values.copy()).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     codes = np.empty(1 << 16, np.uint8)
-    encode_e4m3(values.copy(), np.empty(1 << 16, np.uint32), codes)
-    nan = np.isnan(values)
-    assert np.array_equal(codes[~nan], wanted[~nan])
-    assert np.isnan(decode_e4m3(codes[nan])).all()
+    with np.errstate(all="ignore"):
+        encode_e4m3(np.abs(values), values, np.empty(1 << 16, np.uint32), codes)
+    told = np.abs(values) < 1 << 24  # no quotient is larger than 672, and a weight with NaN is refused
+    assert np.array_equal(codes[told], wanted[told])
 
 
 def test_case_123_values_out_of_range_saturate() -> None:
     """Where ml_dtypes makes NaN of 465, and versions of torch differ; a weight with inf or NaN is refused."""
-    values = np.array([447, 448, 464, 465, 480, 1e4, np.inf, -np.inf, np.nan, -0.0, 2.0**-9, 2.0**-10, 1e-40], "f4")
+    values = np.array([447, 448, 464, 465, 480, -480, 1e4, -0.0, 2.0**-9, 2.0**-10, 1e-40], "f4")
     codes = np.empty(len(values), np.uint8)
-    encode_e4m3(values.copy(), np.empty(len(values), np.uint32), codes)
+    encode_e4m3(np.abs(values), values, np.empty(len(values), np.uint32), codes)
     found = decode_e4m3(codes)
-    wanted = [448, 448, 448, 448, 448, 448, 448, -448, np.nan, 0, 2.0**-9, 0, 0]
-    assert np.array_equal(found, np.array(wanted, "f4"), equal_nan=True)
-    assert np.signbit(found[9])
+    wanted = [448, 448, 448, 448, 448, -448, 448, 0, 2.0**-9, 0, 0]
+    assert np.array_equal(found, np.array(wanted, "f4"))
+    assert np.signbit(found[7])
 
 
 def test_every_code_decodes_as_in_torch() -> None:

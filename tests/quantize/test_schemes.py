@@ -142,6 +142,25 @@ def test_values_that_are_not_finite_are_counted(scheme: Scheme, value: float, co
 
 
 @ids
+def test_a_double_that_float32_cannot_hold_counts_as_infinite(scheme: Scheme) -> None:
+    values = np.ones((128, 256))
+    values[5, 70] = -1e300
+    if scheme.measured:
+        assert not np.isfinite(largest_of(values))
+    else:
+        assert encoded(scheme, values)[1] == 1
+
+
+@pytest.mark.parametrize("scheme", [s for s in PLAIN if s.name in {"mxfp8", "mxfp4"}], ids=lambda scheme: scheme.name)
+def test_the_largest_finite_values_are_no_infinity(scheme: Scheme) -> None:
+    """Their exponent is that of an infinite group: only a look at the values tells them apart."""
+    values = np.full((1, 128), np.finfo(np.float32).max)
+    assert encoded(scheme, values)[1] == 0
+    values[0, 7] = np.inf
+    assert encoded(scheme, values)[1] == 1
+
+
+@ids
 def test_the_weights_of_a_model_are_found_by_their_codes(scheme: Scheme) -> None:
     shape = (256, 384)
     parts = scheme.parts("model.layers.0.mlp.up_proj.weight", shape)

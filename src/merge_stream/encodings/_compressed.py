@@ -6,17 +6,32 @@ divided by the largest code; where that is zero it is the epsilon of float32, 2^
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from merge_stream.encodings.base import BLOCK, Ints
+from merge_stream.encodings.base import Ints
 
-__all__ = ["EPSILON", "CompressedTensors", "count_not_finite", "dynamic", "group_magnitudes", "in_blocks"]
+__all__ = [
+    "ELEMENTS",
+    "EPSILON",
+    "Block",
+    "CompressedTensors",
+    "arithmetic",
+    "count_not_finite",
+    "dynamic",
+    "group_magnitudes",
+    "in_blocks",
+]
 
 EPSILON = np.finfo(np.float32).eps
 """The scale of nothing but zeros."""
+ELEMENTS = 64 << 10
+"""What is encoded at a time (or one row, where that has more): calls of numpy cost little beside it, caches hold it."""
+_LONG_GROUP = 64
+_BUFFERS = (1024, 8192)
 
 
 def dynamic(kind: str, bits: int, strategy: str, **more: int) -> dict[str, Any]:
@@ -24,36 +39,70 @@ def dynamic(kind: str, bits: int, strategy: str, **more: int) -> dict[str, Any]:
     return {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": True, "strategy": strategy, **more}
 
 
-def in_blocks(values: np.ndarray) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
-    """Some rows after another as float32, which may be used up, and uint32 scratch of the same shape."""
+class Block(NamedTuple):
+    """Some rows as float32 `x`, not to be changed (the source itself, where that is float32), and memory of that shape.
+
+    `magnitudes` are those of `x`, `scratch` is uint32; both may be used up.
+    """
+
+    rows: slice
+    x: np.ndarray
+    magnitudes: np.ndarray
+    scratch: np.ndarray
+
+
+def in_blocks(values: np.ndarray) -> Iterator[Block]:
+    """Rows of a tile, some after others."""
     columns = values.shape[1]
-    step = max(BLOCK // columns, 1)
-    wide, scratch = np.empty((step, columns), np.float32), np.empty((step, columns), np.uint32)
+    step = max(ELEMENTS // columns, 1)
+    plain = values.dtype == np.float32
+    wide = values if plain else np.empty((step, columns), np.float32)
+    magnitudes, scratch = np.empty((step, columns), np.float32), np.empty((step, columns), np.uint32)
     for low in range(0, len(values), step):
         part = values[low : low + step]
-        np.copyto(wide[: len(part)], part, casting="unsafe")
-        yield slice(low, low + len(part)), wide[: len(part)], scratch[: len(part)]
+        if not plain:
+            np.copyto(wide[: len(part)], part, casting="unsafe")
+        x = part if plain else wide[: len(part)]
+        np.abs(x, out=magnitudes[: len(part)])
+        yield Block(slice(low, low + len(part)), x, magnitudes[: len(part)], scratch[: len(part)])
 
 
-def group_magnitudes(x: np.ndarray, size: int, scratch: np.ndarray) -> np.ndarray:
-    """The largest magnitude of each `size` neighbours (a power of two) in rows of float32, [rows, groups].
+@contextlib.contextmanager
+def arithmetic(columns: int) -> Iterator[None]:
+    """No warnings, and buffers no longer than a row: into longer ones numpy copies what a row shares."""
+    before = np.setbufsize(min(max(columns // 16 * 16, _BUFFERS[0]), _BUFFERS[1]))
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        np.setbufsize(before)
 
-    Positive floats are in the order of their bits, and numpy halves integers with a stride several times faster
-    than it reduces short rows.
+
+def group_magnitudes(magnitudes: np.ndarray, size: int) -> np.ndarray:
+    """The largest of each `size` neighbours (a power of two) in rows of float32 >= 0, [rows, groups].
+
+    Positive floats are in the order of their bits. numpy reduces long groups quickly; short ones take less time where
+    integers with a stride are halved.
     """
-    bits = np.bitwise_and(x.view(np.uint32), np.uint32(0x7FFFFFFF), out=scratch).reshape(-1)
-    while size > 1:
-        bits = np.maximum(bits[0::2], bits[1::2])
-        size //= 2
-    tops: np.ndarray = bits.view(np.float32).reshape(len(x), -1)
+    bits = magnitudes.view(np.uint32).reshape(-1)
+    if size >= _LONG_GROUP:
+        bits = np.maximum.reduceat(bits, np.arange(0, len(bits), size))
+    else:
+        while size > 1:
+            bits = np.maximum(bits[0::2], bits[1::2])
+            size //= 2
+    tops: np.ndarray = bits.view(np.float32).reshape(len(magnitudes), -1)
     return tops
 
 
-def count_not_finite(values: np.ndarray, largest: np.ndarray) -> int:
-    """How many of `values` are NaN or infinite; looked at only when one of the largest magnitudes is."""
-    if np.isfinite(largest).all():
-        return 0
-    return int(values.size - np.count_nonzero(np.isfinite(values)))
+def count_not_finite(values: np.ndarray, scales: np.ndarray) -> int:
+    """How many of `values` are NaN or infinite as float32; looked at only when one of their scales is."""
+    return 0 if np.isfinite(scales).all() else count_bad(values)
+
+
+def count_bad(values: np.ndarray) -> int:
+    """How many of `values` are NaN or infinite as float32."""
+    return sum(int(b.x.size - np.count_nonzero(np.isfinite(b.x))) for b in in_blocks(values))
 
 
 class CompressedTensors:

@@ -1,8 +1,8 @@
 """Float32 -> float4 e2m1, two codes in a byte, and back.
 
 The magnitudes are 0, .5, 1, 1.5, 2, 3, 4 and 6, bit 3 is the sign. Rounds to nearest even and saturates at 6; a
-negative value that rounds to zero keeps its sign, as in compressed-tensors 0.20 (`cast_to_fp4`), where -0.0 alone
-becomes 0.
+negative value that rounds to zero keeps its sign, as in compressed-tensors 0.20 (`cast_to_fp4`), where zero alone,
+-0.0 too, has none.
 """
 
 from __future__ import annotations
@@ -11,22 +11,30 @@ import functools
 
 import numpy as np
 
-from merge_stream.encodings._e4m3 import encode_by
+from merge_stream.encodings._small_floats import SmallFloat, encode_magnitudes
 
 __all__ = ["LARGEST_E2M1", "decode_e2m1", "encode_e2m1"]
 
 LARGEST_E2M1 = np.float32(6)
+_FORM = SmallFloat(mantissa=1, least=127, last=7)
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_SIGN = 8
+_SIGN = np.uint8(8)
 
 
-def encode_e2m1(values: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
-    """Encode float32 `values` (used up) into the bytes `out`, the earlier of two codes in the lower half.
+def encode_e2m1(magnitudes: np.ndarray, signed: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
+    """Encode float32 `magnitudes` (used up) with the signs of `signed` into bytes, the earlier of two codes below.
 
-    `scratch` is uint32, of the shape of `values`, whose last dim is even; `out` has half of that.
+    `scratch` is uint32, of the same shape, whose last dim is even; `out` is uint8 and has half of that.
     """
-    codes = np.empty(values.shape, np.uint8)
-    encode_by(_codes(), values, scratch, codes)
+    signs, there = np.empty(signed.shape, np.bool_), np.empty(signed.shape, np.bool_)
+    np.less(signed, np.float32(0), out=signs)
+    np.not_equal(magnitudes, np.float32(0), out=there)
+    signs &= there
+    codes = there.view(np.uint8)
+    encode_magnitudes(_FORM, magnitudes, scratch, codes)
+    negative = signs.view(np.uint8)
+    negative *= _SIGN
+    codes |= negative
     pairs = codes.view("<u2")
     pairs |= pairs >> 4
     np.copyto(out, pairs, casting="unsafe")
@@ -38,19 +46,6 @@ def decode_e2m1(packed: np.ndarray) -> np.ndarray:
     values[:, 0] = _values()[packed & 15]
     values[:, 1] = _values()[packed >> 4]
     return values.reshape(-1)
-
-
-@functools.cache
-def _codes() -> np.ndarray:
-    """The code of each float32 whose lower half is zero, or set somewhere in its last bit."""
-    values = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
-    magnitudes = np.nan_to_num(np.abs(values), nan=0.0)
-    middles = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
-    codes = np.searchsorted(middles, magnitudes)  # a middle belongs to the lower neighbour ...
-    odd = (codes % 2 == 1) & (codes < len(middles))
-    codes += odd & (magnitudes == middles[np.minimum(codes, len(middles) - 1)])  # ... unless that one is odd
-    table: np.ndarray = (codes + _SIGN * (values < 0)).astype(np.uint8)
-    return table
 
 
 @functools.cache

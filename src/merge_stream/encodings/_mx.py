@@ -12,27 +12,32 @@ import numpy as np
 
 from merge_stream.encodings._compressed import group_magnitudes
 
-__all__ = ["GROUP", "decode_scales", "scale_groups"]
+__all__ = ["GROUP", "decode_scales", "may_be_bad", "scale_groups"]
 
 GROUP = 32
 _MANTISSA = np.uint32(23)
 _ROUND_UP_FROM = np.uint32(1 << 21)
 """Added to a mantissa of 1.75 or above it carries into the exponent."""
 _BIAS = 127
+_LAST = 255
 
 
-def scale_groups(x: np.ndarray, scratch: np.ndarray, offset: int, exponents: np.ndarray) -> np.ndarray:
-    """Divide rows of float32 by the scales of their groups, which go to `exponents` (uint8, [rows, groups]).
+def scale_groups(magnitudes: np.ndarray, offset: int, exponents: np.ndarray) -> None:
+    """Divide rows of float32 >= 0 by the scales of their groups, which go to `exponents` (uint8, [rows, groups]).
 
-    `offset` is the exponent of the largest code. Returns the largest magnitude of each group.
+    `offset` is the exponent of the largest code.
     """
-    tops = group_magnitudes(x, GROUP, scratch)
+    tops = group_magnitudes(magnitudes, GROUP)
     powers = (tops.view(np.uint32) + _ROUND_UP_FROM) >> _MANTISSA
     np.copyto(exponents, np.maximum(powers, np.uint32(offset)) - np.uint32(offset), casting="unsafe")
     inverse = ((np.uint32(2 * _BIAS) - exponents.astype(np.uint32)) << _MANTISSA).view(np.float32)
-    groups = x.reshape(len(x), -1, GROUP)
+    groups = magnitudes.reshape(len(magnitudes), -1, GROUP)
     groups *= inverse[:, :, None]
-    return tops
+
+
+def may_be_bad(exponents: np.ndarray, offset: int) -> bool:
+    """True when a group of NaN, infinite or the very largest values is among those that have these exponents."""
+    return bool(exponents.max(initial=0) >= _LAST - offset)
 
 
 def decode_scales(exponents: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 BLOCK = 32 << 10
-"""Elements that a scheme works on at a time (or one row, where that has more)."""
+"""Elements that are looked at or compared at a time (or one row, where that has more)."""
 
 Ints = tuple[int, ...]
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from merge_stream.encodings._compressed import EPSILON, CompressedTensors, dynamic, in_blocks
+from merge_stream.encodings._compressed import EPSILON, CompressedTensors, arithmetic, dynamic, in_blocks
 from merge_stream.encodings._e4m3 import LARGEST, decode_e4m3, encode_e4m3
 from merge_stream.encodings.base import Ints, Part
 from merge_stream.tensors.dtype import F8_E4M3, F32
@@ -46,10 +46,11 @@ class Fp8(CompressedTensors):
     def encode(self, values: np.ndarray, outs: Sequence[np.ndarray], largest: float) -> int:
         """Fill the codes of whole rows; the pass before has found every value finite."""
         codes, scale = outs[0].reshape(values.shape), _scale(largest)
-        with np.errstate(all="ignore"):
-            for rows, x, free in in_blocks(values):
-                np.divide(x, scale, out=x)
-                encode_e4m3(x, free, codes[rows])
+        with arithmetic(values.shape[1]):
+            for block in in_blocks(values):
+                rows, magnitudes = block.rows, block.magnitudes
+                magnitudes /= scale
+                encode_e4m3(magnitudes, block.x, block.scratch, codes[rows])
         return 0
 
     def whole(self, shape: Ints, largest: float) -> tuple[bytes, ...]:  # noqa: ARG002 - part of the protocol

@@ -11,14 +11,14 @@ Loads in transformers 4.57 and 5.24, vLLM and SGLang; llama.cpp's converter take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from merge_stream.encodings._compressed import EPSILON, count_not_finite
+from merge_stream.encodings._compressed import ELEMENTS, EPSILON, arithmetic, count_not_finite
 from merge_stream.encodings._e4m3 import LARGEST, decode_e4m3, encode_e4m3
-from merge_stream.encodings.base import BLOCK, Ints, Part
+from merge_stream.encodings.base import Ints, Part
 from merge_stream.tensors.dtype import F8_E4M3, F32
 
 __all__ = ["MEMBER"]
@@ -65,26 +65,24 @@ class Fp8Block:
         rows, columns = values.shape
         codes = outs[0].reshape(values.shape)
         scales = outs[1].view(np.float32).reshape(-1, -(-columns // _SIDE))
-        space = np.empty((2, BLOCK), np.float32)
-        bad = 0
-        with np.errstate(all="ignore"):
+        space, found = np.empty((3, ELEMENTS), np.float32), np.empty(ELEMENTS, np.uint8)
+        with arithmetic(_SIDE * _SIDE):
             for low in range(0, rows, _SIDE):
-                height = min(_SIDE, rows - low)
-                for left in range(0, columns, BLOCK // _SIDE):
-                    width = min(BLOCK // _SIDE, columns - left)
-                    x = space[0, : height * width].reshape(height, width)
-                    free = space[1, : height * width].reshape(height, width)
-                    np.copyto(x, values[low : low + height, left : left + width], casting="unsafe")
-                    tops = np.abs(x, out=free).max(axis=0)
-                    edges = np.arange(0, width, _SIDE)
-                    scale = np.maximum.reduceat(tops, edges)
-                    bad += count_not_finite(x, scale)
+                for left, right, width in _runs_of_blocks(columns):
+                    there = (slice(low, low + _SIDE), slice(left, right))
+                    tile = _by_blocks(values[there], width)
+                    x, magnitudes, free = (part[: tile.size].reshape(len(tile), -1) for part in space)
+                    np.copyto(x.reshape(tile.shape), tile, casting="unsafe")
+                    np.abs(x, out=magnitudes)
+                    scale = magnitudes.max(axis=1)
                     scale /= LARGEST
                     scale[scale == 0] = EPSILON
-                    scales[low // _SIDE, left // _SIDE : left // _SIDE + len(edges)] = scale
-                    x /= np.repeat(scale, _SIDE)[:width]
-                    encode_e4m3(x, free.view(np.uint32), codes[low : low + height, left : left + width])
-        return bad
+                    scales[low // _SIDE, left // _SIDE : -(-right // _SIDE)] = scale
+                    magnitudes /= scale[:, None]
+                    encoded = found[: tile.size].reshape(x.shape)
+                    encode_e4m3(magnitudes, x, free.view(np.uint32), encoded)
+                    np.copyto(_by_blocks(codes[there], width), encoded.reshape(tile.shape))
+            return count_not_finite(values, scales)
 
     def whole(self, shape: Ints, largest: float) -> tuple[bytes, ...]:  # noqa: ARG002 - part of the protocol
         """No part stands for the whole weight."""
@@ -112,6 +110,20 @@ class Fp8Block:
         """True when `quantization_config` describes weights of this scheme."""
         block = settings.get("weight_block_size")
         return settings.get("quant_method") == _METHOD and block == [_SIDE, _SIDE] and "scale_fmt" not in settings
+
+
+def _runs_of_blocks(columns: int) -> Iterator[tuple[int, int, int]]:
+    """[left, right) of some neighbouring blocks, and the columns of each: whole ones, then the rest."""
+    whole, step = columns // _SIDE * _SIDE, ELEMENTS // _SIDE
+    for left in range(0, whole, step):
+        yield left, min(left + step, whole), _SIDE
+    if whole < columns:
+        yield whole, columns, columns - whole
+
+
+def _by_blocks(band: np.ndarray, width: int) -> np.ndarray:
+    """A view of rows as [blocks, rows, width]."""
+    return band.reshape(len(band), -1, width).transpose(1, 0, 2)
 
 
 MEMBER = Fp8Block()

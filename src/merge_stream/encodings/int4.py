@@ -16,7 +16,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from merge_stream.encodings._compressed import EPSILON, CompressedTensors, count_not_finite, group_magnitudes, in_blocks
+from merge_stream.encodings._compressed import (
+    EPSILON,
+    CompressedTensors,
+    arithmetic,
+    count_not_finite,
+    group_magnitudes,
+    in_blocks,
+)
 from merge_stream.encodings.base import Ints, Part
 from merge_stream.tensors.dtype import F32, I32, I64
 
@@ -59,24 +66,23 @@ class Int4(CompressedTensors):
     def encode(self, values: np.ndarray, outs: Sequence[np.ndarray], largest: float) -> int:  # noqa: ARG002
         """Fill codes and scales of whole rows; returns how many values are NaN or infinite."""
         codes, scales = outs[0].reshape(len(values), -1), outs[1].view(np.float32).reshape(len(values), -1)
-        bad = 0
-        with np.errstate(all="ignore"):
-            for rows, x, free in in_blocks(values):
-                scale = group_magnitudes(x, _GROUP, free)
-                bad += count_not_finite(x, scale)
+        with arithmetic(values.shape[1]):
+            for block in in_blocks(values):
+                rows, magnitudes = block.rows, block.magnitudes
+                scale = group_magnitudes(magnitudes, _GROUP)
                 scale /= _HALF
                 scale[scale == 0] = EPSILON
                 scales[rows] = scale
-                groups = x.reshape(len(x), -1, _GROUP)
-                groups /= scale[:, :, None]
-                np.clip(x, _LOWEST, _HIGHEST, out=x)
-                np.add(x, _TO_INTEGER + _OFFSET, out=x)
-                pairs, shifted = x.view("<u8"), free.view("<u8")
+                x, grouped = magnitudes, (len(magnitudes), -1, _GROUP)
+                np.divide(block.x.reshape(grouped), scale[:, :, None], out=x.reshape(grouped))
+                x.clip(_LOWEST, _HIGHEST, out=x)
+                x += _TO_INTEGER + _OFFSET
+                pairs, shifted = x.view("<u8"), block.scratch.view("<u8")
                 np.right_shift(pairs, np.uint64(28), out=shifted)  # the later code comes to stand above the earlier
                 shifted += pairs
                 shifted -= np.uint64(int(_TO_INTEGER.view(np.uint32)) >> 28)
                 np.copyto(codes[rows], shifted, casting="unsafe")
-        return bad
+            return count_not_finite(values, scales)
 
     def whole(self, shape: Ints, largest: float) -> tuple[bytes, ...]:  # noqa: ARG002 - part of the protocol
         """The shape that was packed."""

@@ -13,7 +13,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from merge_stream.encodings._compressed import EPSILON, CompressedTensors, count_not_finite, dynamic, in_blocks
+from merge_stream.encodings._compressed import (
+    EPSILON,
+    CompressedTensors,
+    arithmetic,
+    count_not_finite,
+    dynamic,
+    in_blocks,
+)
 from merge_stream.encodings.base import Part
 from merge_stream.tensors.dtype import F32, I8
 
@@ -42,19 +49,18 @@ class Int8(CompressedTensors):
     def encode(self, values: np.ndarray, outs: Sequence[np.ndarray], largest: float) -> int:  # noqa: ARG002
         """Fill codes and scales of whole rows; returns how many values are NaN or infinite."""
         codes, scales = outs[0].view(np.int8).reshape(values.shape), outs[1].view(np.float32)
-        bad = 0
-        with np.errstate(all="ignore"):
-            for rows, x, free in in_blocks(values):
-                scale = np.abs(x, out=free.view(np.float32)).max(axis=1)
-                bad += count_not_finite(x, scale)
+        with arithmetic(values.shape[1]):
+            for block in in_blocks(values):
+                rows, magnitudes = block.rows, block.magnitudes
+                scale = magnitudes.max(axis=1)
                 scale /= _HALF
                 scale[scale == 0] = EPSILON
                 scales[rows] = scale
-                np.divide(x, scale[:, None], out=x)
-                np.clip(x, _LOWEST, _HIGHEST, out=x)
+                x = np.divide(block.x, scale[:, None], out=magnitudes)
+                x.clip(_LOWEST, _HIGHEST, out=x)
                 np.rint(x, out=x)
                 np.copyto(codes[rows], x, casting="unsafe")
-        return bad
+            return count_not_finite(values, scales)
 
     def decode(self, outs: Sequence[np.ndarray], columns: int, largest: float) -> np.ndarray:  # noqa: ARG002
         """The float32 values that engines compute with."""

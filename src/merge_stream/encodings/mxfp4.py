@@ -9,15 +9,16 @@ llama.cpp's converter none. gpt-oss has a layout of its own (`mxfp4_gpt_oss`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
-from merge_stream.encodings._compressed import CompressedTensors, count_not_finite, in_blocks
+from merge_stream.encodings._compressed import CompressedTensors, arithmetic, count_bad, in_blocks
 from merge_stream.encodings._e2m1 import decode_e2m1, encode_e2m1
-from merge_stream.encodings._mx import GROUP, decode_scales, scale_groups
+from merge_stream.encodings._mx import GROUP, decode_scales, may_be_bad, scale_groups
 from merge_stream.encodings.base import Ints, Part
 from merge_stream.tensors.dtype import U8
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["MEMBER"]
 
@@ -56,13 +57,12 @@ class Mxfp4(CompressedTensors):
     def encode(self, values: np.ndarray, outs: Sequence[np.ndarray], largest: float) -> int:  # noqa: ARG002
         """Fill codes and exponents of whole rows; returns how many values are NaN or infinite."""
         codes, exponents = (out.reshape(len(values), -1) for out in outs)
-        bad = 0
-        with np.errstate(all="ignore"):
-            for rows, x, free in in_blocks(values):
-                tops = scale_groups(x, free, _EXPONENT, exponents[rows])
-                bad += count_not_finite(values[rows], tops)
-                encode_e2m1(x, free, codes[rows])
-        return bad
+        with arithmetic(values.shape[1]):
+            for block in in_blocks(values):
+                rows, magnitudes = block.rows, block.magnitudes
+                scale_groups(magnitudes, _EXPONENT, exponents[rows])
+                encode_e2m1(magnitudes, block.x, block.scratch, codes[rows])
+            return count_bad(values) if may_be_bad(exponents, _EXPONENT) else 0
 
     def decode(self, outs: Sequence[np.ndarray], columns: int, largest: float) -> np.ndarray:  # noqa: ARG002
         """The float32 values that engines compute with."""

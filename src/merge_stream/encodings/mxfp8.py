@@ -8,15 +8,16 @@ models load in transformers 5.24; vLLM 0.33 reads all of them, SGLang 0.5.23 and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
-from merge_stream.encodings._compressed import CompressedTensors, count_not_finite, in_blocks
+from merge_stream.encodings._compressed import CompressedTensors, arithmetic, count_bad, in_blocks
 from merge_stream.encodings._e4m3 import decode_e4m3, encode_e4m3
-from merge_stream.encodings._mx import GROUP, decode_scales, scale_groups
+from merge_stream.encodings._mx import GROUP, decode_scales, may_be_bad, scale_groups
 from merge_stream.encodings.base import Ints, Part
 from merge_stream.tensors.dtype import F8_E4M3, U8
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["MEMBER"]
 
@@ -50,13 +51,12 @@ class Mxfp8(CompressedTensors):
     def encode(self, values: np.ndarray, outs: Sequence[np.ndarray], largest: float) -> int:  # noqa: ARG002
         """Fill codes and exponents of whole rows; returns how many values are NaN or infinite."""
         codes, exponents = outs[0].reshape(values.shape), outs[1].reshape(len(values), -1)
-        bad = 0
-        with np.errstate(all="ignore"):
-            for rows, x, free in in_blocks(values):
-                tops = scale_groups(x, free, _EXPONENT, exponents[rows])
-                bad += count_not_finite(values[rows], tops)
-                encode_e4m3(x, free, codes[rows])
-        return bad
+        with arithmetic(values.shape[1]):
+            for block in in_blocks(values):
+                rows, magnitudes = block.rows, block.magnitudes
+                scale_groups(magnitudes, _EXPONENT, exponents[rows])
+                encode_e4m3(magnitudes, block.x, block.scratch, codes[rows])
+            return count_bad(values) if may_be_bad(exponents, _EXPONENT) else 0
 
     def decode(self, outs: Sequence[np.ndarray], columns: int, largest: float) -> np.ndarray:  # noqa: ARG002
         """The float32 values that engines compute with."""

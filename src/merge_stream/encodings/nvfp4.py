@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from merge_stream.encodings._compressed import CompressedTensors, group_magnitudes, in_blocks
+from merge_stream.encodings._compressed import CompressedTensors, arithmetic, group_magnitudes, in_blocks
 from merge_stream.encodings._e2m1 import LARGEST_E2M1, decode_e2m1, encode_e2m1
 from merge_stream.encodings._e4m3 import LARGEST, decode_e4m3, encode_e4m3
 from merge_stream.encodings.base import Ints, Part
@@ -72,20 +72,21 @@ class Nvfp4(CompressedTensors):
         """Fill codes and scales of whole rows; the pass before has found every value finite."""
         codes, scales = (out.reshape(len(values), -1) for out in outs)
         of_all = _global_scale(largest)
-        with np.errstate(all="ignore"):
-            for rows, x, free in in_blocks(values):
-                scale = group_magnitudes(x, _GROUP, free)
+        with arithmetic(values.shape[1]):
+            for block in in_blocks(values):
+                rows, magnitudes = block.rows, block.magnitudes
+                scale = group_magnitudes(magnitudes, _GROUP)
                 scale /= LARGEST_E2M1
                 scale *= of_all
-                encode_e4m3(scale, np.empty(scale.shape, np.uint32), scales[rows])
+                encode_e4m3(scale, scale, np.empty(scale.shape, np.uint32), scales[rows])
                 scale = decode_e4m3(scales[rows])
                 none = scale == 0
                 scale[none] = _LEAST
                 scales[rows][none] = _code_of_least()
                 scale /= of_all
-                groups = x.reshape(len(x), -1, _GROUP)
+                groups = magnitudes.reshape(len(magnitudes), -1, _GROUP)
                 groups /= scale[:, :, None]
-                encode_e2m1(x, free, codes[rows])
+                encode_e2m1(magnitudes, block.x, block.scratch, codes[rows])
         return 0
 
     def whole(self, shape: Ints, largest: float) -> tuple[bytes, ...]:  # noqa: ARG002 - part of the protocol
@@ -108,7 +109,7 @@ def _global_scale(largest: float) -> np.float32:
 
 def _code_of_least() -> np.uint8:
     code = np.empty(1, np.uint8)
-    encode_e4m3(np.array([_LEAST]), np.empty(1, np.uint32), code)
+    encode_e4m3(np.array([_LEAST]), np.array([_LEAST]), np.empty(1, np.uint32), code)
     return np.uint8(code[0])
 
 
