@@ -23,7 +23,8 @@ def names_told(architecture: str) -> str:
 class Report:
     """The result of a merge; `as_json` for machines, `lines` for people.
 
-    `io` holds the bytes of sources by how the workers read them: "pread", "mmap".
+    `read_nbytes` is what was asked of the sources: what `plan` tells, and up to 4 KiB between small parameters that are
+    read together. `io` splits it by the way: "pread", "mmap".
     `verified` lists in words what was checked; `memory` holds bytes: allowed, projected, reserved and peak of the whole
     process; `memory_bound` says whose limit "allowed" is, `memory_pressure` what the governor did (empty: nothing);
     `timeline` samples: seconds from the start, resident bytes, slabs in use, bytes written by then. `checksums` maps

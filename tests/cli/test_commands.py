@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Replicate, Shard
 
+from merge_stream.engine.joint_reads import SEEK
 from tests.cli.tool import CONFIG, LLAMA, listing, tool
 from tests.makers.dtensor import Spread, write_ranks
 
@@ -302,7 +303,8 @@ class TestPlan:
         assert listing(tmp_path) == []
         merged = tool("merge", ckpt, out, "--json", *more).json
         assert planned["output_files"] == {name: (out / name).stat().st_size for name in merged["files"]}
-        assert planned["read_nbytes"] == merged["read_nbytes"]
+        # small parameters are read together with what lies between them (engine.joint_reads)
+        assert 0 <= merged["read_nbytes"] - planned["read_nbytes"] < SEEK * planned["tensors"]
         assert planned["tensors"] == merged["tensors"]
         assert planned["fingerprint"] == merged["fingerprint"]
         assert (planned["workers"], planned["segment_nbytes"]) == (merged["workers"], merged["segment_nbytes"])

@@ -69,7 +69,9 @@ def test_a_person_is_told_too(tmp_path: pathlib.Path, large: tuple[pathlib.Path,
 @pytest.mark.parametrize("io", WAYS)
 def test_tensors_smaller_than_a_page_are_the_same_too(tmp_path: pathlib.Path, ckpt: pathlib.Path, io: str) -> None:
     ended = tool("merge", ckpt, tmp_path / "out", "--io", io, "--json")
-    assert ended.json["io"] == {"pread": ended.json["read_nbytes"]}
+    ways = ended.json["io"]
+    assert sum(ways.values()) == ended.json["read_nbytes"]
+    assert set(ways) <= ({"pread", "mmap"} if io == "mmap" else {"pread"}), "read together, they may fill pages"
     assert tool("verify", tmp_path / "out", "--against", ckpt, "-q").code == 0
 
 
