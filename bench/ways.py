@@ -7,6 +7,7 @@ import pathlib
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ _SCRIPTS = pathlib.Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`metric` of one way divided by that of another must be at most `limit` (at the median)."""
+    """`metric` of one way divided by that of another must be at most `limit` (at the median); "": the metric itself."""
 
     title: str
     metric: str
@@ -33,6 +34,8 @@ class Goal:
 
     def measured(self, runs: Mapping[str, Sequence[Run]], imports: Mapping[str, int]) -> Spread:
         """The ratio, round by round."""
+        if not self.other:
+            return Spread.of(self._values(runs, imports, self.one))
         return measure.ratios(self._values(runs, imports, self.one), self._values(runs, imports, self.other))
 
     def _values(self, runs: Mapping[str, Sequence[Run]], imports: Mapping[str, int], way: str) -> list[float]:
@@ -143,15 +146,29 @@ class Bench:
     # --------------------------------------------------------- experiments
 
     @contextmanager
-    def checkpoint(self, shape: str, layout: Layout, ranks: int, scale: float = 1.0) -> Iterator[Synthetic]:
+    def checkpoint(
+        self, shape: str, layout: Layout, ranks: int, scale: float = 1.0, *, name: str = ""
+    ) -> Iterator[Synthetic]:
         """A synthetic checkpoint that is removed at the end."""
-        folder = self.work / f"{shape}-{layout}"
+        folder = self.work / (name or f"{shape}-{layout}")
         self.say(f"making {folder.name}: {ranks} ranks, scale {scale:g}")
         try:
             yield make_checkpoint(folder, shape=shape, ranks=ranks, layout=layout, scale=scale)
         finally:
             self._remove_outputs()
             shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def elsewhere(self, parent: pathlib.Path) -> Iterator[None]:
+        """The same with a work folder on another file system."""
+        held = self.work, self._disk_source, self._memory_source
+        with tempfile.TemporaryDirectory(prefix="ms_bench_", dir=parent) as folder:
+            self.work = pathlib.Path(folder)
+            self._disk_source, self._memory_source = self.work / "cp_source", self.work / "cp_source_too"
+            try:
+                yield
+            finally:
+                self.work, self._disk_source, self._memory_source = held
 
     def run(
         self,

@@ -12,6 +12,7 @@ holds the file's own rank is meant. Names of mesh dims are labels and decide not
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -141,8 +142,10 @@ def _rank_map(state: dict[str, Any], where: str, read_ints: Callable[[PlainTenso
     return tuple(read_ints(view))
 
 
-def _offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
-    return [sum(i * s for i, s in zip(index, stride, strict=True)) for index in itertools.product(*map(range, shape))]
+@functools.lru_cache(maxsize=8)  # every rank's file has the same mesh
+def _offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    places = itertools.product(*map(range, shape))
+    return tuple(sum(i * s for i, s in zip(index, stride, strict=True)) for index in places)
 
 
 def _flat(value: object) -> tuple[int, ...]:
