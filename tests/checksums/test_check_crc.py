@@ -22,6 +22,7 @@ from merge_stream.api import make_plan, merge, open_checkpoint
 from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.events import Phase, Progress, Silent
 from merge_stream.engine.executor import StopFlag
+from merge_stream.engine.joint_reads import SEEK
 from merge_stream.engine.stored_checksums import check_stored, ranges_read, refuse_broken
 from merge_stream.errors import CorruptCheckpointError, UnsupportedError
 from merge_stream.options import MergeOptions
@@ -81,7 +82,8 @@ def test_whole_files_pass_and_say_how_much_was_checked(tmp_path: pathlib.Path) -
         "bare_files": 0,
     }
     assert "6 stored checksums of 2 files (33.0 kB) are right" in report.verified
-    assert report.read_nbytes == 2 * nbytes  # once to check, once to merge
+    # once to check, once to merge; then with what lies between small tensors (engine.joint_reads)
+    assert 0 <= report.read_nbytes - 2 * nbytes < len(TENSORS) * 2 * SEEK
 
 
 @pytest.mark.parametrize("make", [ranks, real_dcp, lambda f: write_bin(f / "pytorch_model.bin", TENSORS)])
