@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from merge_stream.engine.budget import MemoryBudget
 from merge_stream.engine.events import Silent
 from merge_stream.engine.executor import Executed, StopFlag, execute
 from merge_stream.options import DtypeName, MergeOptions
-from merge_stream.planning.plan import Plan
+from merge_stream.planning.plan import Plan, ResolvedTake
 from merge_stream.planning.planner import Resolved, make_plan
 from merge_stream.planning.resolve import check_shards, resolve
 from merge_stream.storage.memory import MemorySink, MemorySource
@@ -132,6 +133,28 @@ def test_the_number_of_extents_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(got.reads) == -(-50 // 3) * RANKS
     for name, values in made.values.items():
         np.testing.assert_array_equal(got.values[name], values)
+
+
+def test_layouts_of_many_ranks_take_little_memory() -> None:
+    """Experts of one stack, each a box of its own in a table of many rows."""
+    ranks, experts = 512, 600
+    shards = [(Box((0, k), (experts, k + 1)), k, 0) for k in range(ranks)]
+    table = ShardTable.of(shards, 2)
+    lease = MemoryBudget(slots=1, slab_bytes=1 << 20).lease()
+    with lease as slab:
+        values = slab.take(ranks * 4)
+        joint = joint_reads.JointReads(lambda *_: None, frozenset())
+        tracemalloc.start()
+        try:
+            for e in range(experts):
+                take = ResolvedTake(table, Box((e, 0), (e + 1, ranks)), Box((0, 0), (1, ranks)), (), None, None)
+                assert joint.add([take], (1, ranks), 4, 0)
+                joint.read(values, slab)
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert held < 2 << 20
+    assert peak < 4 << 20
 
 
 def test_files_with_checksums_are_read_where_tensors_are_alone() -> None:

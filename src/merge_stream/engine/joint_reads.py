@@ -3,7 +3,8 @@
 A model can have tens of thousands of small tensors, each cut in as many extents as there were ranks, and a read of
 128 bytes costs as much as one of 4 KiB. So the extents of neighbouring tiles are collected, sorted by their place, and
 each stretch without a gap larger than `SEEK` is read once and handed out. What it is read into is part of the lease,
-and the tables of extents are bounded (`_MOST_EXTENTS`), so memory does not depend on how small the tensors are.
+and the tables of extents are bounded (`_MOST_EXTENTS`, `_MOST_KEPT`), so memory does not depend on how small the
+tensors are, or how many ranks they were cut over.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ SEEK = 4096
 
 _MOST_EXTENTS = 8192
 _MOST_NBYTES = 512 << 10
-_MOST_LAYOUTS = 1024
+_MOST_KEPT = 1 << 20
+"""Bytes of layouts that are kept, about."""
+_OBJECTS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +39,11 @@ class _Layout:
     origin: np.ndarray
     target: np.ndarray
     count: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        rows = 0 if isinstance(self.rows, slice) else self.rows.nbytes
+        return rows + self.origin.nbytes + self.target.nbytes + self.count.nbytes
 
 
 class JointReads:
@@ -48,6 +56,7 @@ class JointReads:
         self._read = read
         self._apart = apart
         self._layouts: dict[tuple[object, ...], _Layout | None] = {}
+        self._kept = 0
         self._waiting: list[tuple[ShardTable, _Layout, int, int]] = []
         self._extents = 0
 
@@ -134,9 +143,13 @@ class JointReads:
         try:
             return self._layouts[key]
         except KeyError:
-            if len(self._layouts) >= _MOST_LAYOUTS:
+            layout = _layout_of(take, view)
+            nbytes = table.start.nbytes + table.stop.nbytes + (layout.nbytes if layout else 0) + _OBJECTS
+            if self._kept + nbytes > _MOST_KEPT:
                 self._layouts.clear()
-            layout = self._layouts[key] = _layout_of(take, view)
+                self._kept = 0
+            self._layouts[key] = layout
+            self._kept += nbytes
             return layout
 
 
