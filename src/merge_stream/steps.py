@@ -20,7 +20,7 @@ from merge_stream.engine.file_checksums import crc32c_of_outputs, sha256_of_file
 from merge_stream.engine.governor import Governor
 from merge_stream.engine.largest import measure_largest
 from merge_stream.engine.limits import flush_window
-from merge_stream.engine.memory import MemoryPlan, peak_rss
+from merge_stream.engine.memory import MemoryPlan
 from merge_stream.engine.staging import DirectStaging, SparseStaging
 from merge_stream.engine.unchanged import sources_unchanged
 from merge_stream.job import Job, card_facts, make_plan, memory_for
@@ -177,10 +177,7 @@ def finalize(staged: Staged, *, observer: Observer | None = None, stop: StopFlag
         workers=memory.workers,
         segment_nbytes=memory.segment,
         memory={
-            "allowed": memory.allowed,
-            "projected": memory.projected,
-            "reserved": memory.reserved,
-            "peak": peak_rss(),
+            **memory.figures(),
             "parked": staged.governor.parked,
             "parked_milliseconds": round(staged.governor.parked_seconds * 1000),
         },
@@ -261,12 +258,7 @@ def report_of_moved(job: Job, plan: Plan, out: str | os.PathLike[str], left_over
         files=[o.name for o in plan.outputs],
         resumed_nbytes=plan.write_nbytes - sum(len(o.header) for o in plan.outputs),
         output_nbytes=plan.write_nbytes,
-        memory={
-            "allowed": job.memory.allowed,
-            "projected": job.memory.projected,
-            "reserved": job.memory.reserved,
-            "peak": peak_rss(),
-        },
+        memory=job.memory.figures(),
         verified=["the run that wrote it had checked everything and was ended while it moved the model"],
         warnings=job.warnings,
         notes=(*plan.notes, *left_over),

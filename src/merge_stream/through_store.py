@@ -19,7 +19,6 @@ from dataclasses import replace
 
 from merge_stream.engine.events import Noted, Observer, Phase, Silent
 from merge_stream.engine.executor import StopFlag
-from merge_stream.engine.memory import peak_rss
 from merge_stream.engine.staging import STORE, locked
 from merge_stream.engine.zarr_staging import ZarrStaging
 from merge_stream.errors import OutputExistsError, PlanMismatchError
@@ -215,12 +214,7 @@ def _report(job: Job, store: str, staged: Staged | None) -> Report:
         source_checksums=checks.as_json() if checks is not None else None,
     )
     memory = staged.memory if staged is not None else job.memory
-    report.memory = {
-        "allowed": memory.allowed,
-        "projected": memory.projected,
-        "reserved": memory.reserved,
-        "peak": peak_rss(),
-    }
+    report.memory = memory.figures()
     report.workers, report.segment_nbytes = memory.workers, memory.segment
     if staged is None:
         report.resumed_nbytes = plan.write_nbytes

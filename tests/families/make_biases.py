@@ -16,13 +16,12 @@ from __future__ import annotations
 import copy
 import json
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from merge_stream.architectures.biases import module_of
 from merge_stream.errors import MergeStreamError
-from tests.families.make_parts import NESTS, models, repository_shapes
+from tests.families.make_parts import NESTS, models, repository_shapes, run, write_table
 
 TARGET = pathlib.Path(__file__).resolve().parents[2] / "src/merge_stream/architectures/biases.json"
 
@@ -108,13 +107,8 @@ def finish(parts: list[str]) -> None:
             if modules:
                 default = told[0]["default"] if len({t["default"] for t in told}) == 1 else None
                 made.setdefault(model_type, {})[key] = {"default": default, "modules": modules}
-    lines = [f" {json.dumps(kind)}: {json.dumps(keys, separators=(',', ':'))}" for kind, keys in made.items()]
-    TARGET.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{len(made)} model types, {TARGET.stat().st_size} bytes")
+    write_table(TARGET, made)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        observe(pathlib.Path(sys.argv[1]))
-    else:
-        finish(sys.argv[1:])
+    run(observe, finish)

@@ -21,7 +21,7 @@ import pathlib
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from merge_stream.architectures.base import ModelInfo
@@ -233,13 +233,23 @@ def finish(parts: list[str]) -> None:
     made = {kind: duties(seen) for kind, seen in sorted(found.items()) if seen}
     for kind in UNIFORM & made.keys():
         made[kind]["*"] = [sorted({*all_names(found[kind]), *UNSEEN.get(kind, ())})]
-    lines = [f" {json.dumps(kind)}: {json.dumps(modules, separators=(',', ':'))}" for kind, modules in made.items()]
-    TARGET.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{len(made)} model types, {TARGET.stat().st_size} bytes")
+    write_table(TARGET, made)
 
 
-if __name__ == "__main__":
+def write_table(target: pathlib.Path, made: Mapping[str, Any]) -> None:
+    """One line for each model type."""
+    lines = [f" {json.dumps(kind)}: {json.dumps(told, separators=(',', ':'))}" for kind, told in made.items()]
+    target.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{len(made)} model types, {target.stat().st_size} bytes")
+
+
+def run(observe: Callable[[pathlib.Path], None], finish: Callable[[list[str]], None]) -> None:
+    """One file: observe, inside a transformers; several: join them."""
     if len(sys.argv) == 2:
         observe(pathlib.Path(sys.argv[1]))
     else:
         finish(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    run(observe, finish)

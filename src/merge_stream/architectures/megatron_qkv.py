@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from merge_stream.architectures.base import ModelInfo
-from merge_stream.architectures.rules import filled, pattern_of
+from merge_stream.architectures.rules import filled, matching
 from merge_stream.architectures.structure import text_value
 from merge_stream.errors import CheckpointError, UnsupportedError
 from merge_stream.tensors.box import Box
@@ -69,10 +69,7 @@ class QkvGroups:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """Three parameters for each fused one."""
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is None:
-                continue
+        for name, shape, match in matching(self.pattern, shapes):
             queries, groups, width = self.heads.queries, self.heads.groups, self.heads.width
             share = queries // groups
             parts = 2 * share + 2 if self.gated else share + 2
@@ -153,10 +150,7 @@ class HeadNorm:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """CheckpointError for another length: a tensor-parallel part, or another kind of norm."""
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is None:
-                continue
+        for name, shape, match in matching(self.pattern, shapes):
             if shape != (self.heads * self.width,):
                 told = f"{self.heads} x {self.width}" if self.heads > 1 else str(self.width)
                 msg = f"{name} is {list(shape)}, but this family's norm has {told} elements"
@@ -186,10 +180,7 @@ class QkvConcat:
         """One parameter for each fused one."""
         queries, groups, width = self.heads.queries, self.heads.groups, self.heads.width
         share = queries // groups
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is None:
-                continue
+        for name, shape, match in matching(self.pattern, shapes):
             if not shape or shape[0] != (queries + 2 * groups) * width:
                 msg = f"{name} has the shape {list(shape)}, the config says {queries} and {groups} heads of {width}"
                 raise CheckpointError(msg, hint=OTHER_MODEL)

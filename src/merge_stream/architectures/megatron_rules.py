@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from merge_stream.architectures.megatron_qkv import OTHER_MODEL
-from merge_stream.architectures.rules import filled, pattern_of
+from merge_stream.architectures.rules import filled, matching
 from merge_stream.errors import CheckpointError
 from merge_stream.tensors.box import Box
 from merge_stream.tensors.parameter import Parameter, Take, identity
@@ -30,10 +30,7 @@ class SwappedColumns:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """The second half before the first."""
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is None:
-                continue
+        for name, shape, match in matching(self.pattern, shapes):
             if len(shape) != 2 or shape[1] % 2:
                 raise CheckpointError(f"{name} {list(shape)} has no two halves", hint="files of two saves are mixed")
             rows, half = shape[0], shape[1] // 2
@@ -51,10 +48,7 @@ class InterleavedExperts:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """The hidden size comes first, too."""
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is None:
-                continue
+        for name, shape, match in matching(self.pattern, shapes):
             if len(shape) < 2 or shape[1] % 2:
                 raise CheckpointError(f"{name} {list(shape)} is no stack of two halves", hint="files are mixed")
             experts, half, rest = shape[0], shape[1] // 2, shape[2:]
@@ -89,10 +83,7 @@ class DeltaNet:
         """Two parameters."""
         share = self.value_heads // self.key_heads
         wide = (self.key_width, self.key_width, share * self.value_width, share * self.value_width)
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is None:
-                continue
+        for name, shape, match in matching(self.pattern, shapes):
             needed = self.key_heads * (sum(wide) + 2 * share)
             if len(shape) != 2 or shape[0] != needed:
                 told = f"{self.key_heads} x {self.key_width} and {self.value_heads} x {self.value_width}"
@@ -125,10 +116,7 @@ class Halves:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """Two parameters for each fused one."""
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is None:
-                continue
+        for name, shape, match in matching(self.pattern, shapes):
             if not shape or shape[0] % 2:
                 raise CheckpointError(f"{name} {list(shape)} has no two halves", hint="files of two saves are mixed")
             half, rest = shape[0] // 2, shape[1:]
@@ -151,10 +139,7 @@ class ExpertHalves:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """Two parameters for each expert."""
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is None:
-                continue
+        for name, shape, match in matching(self.pattern, shapes):
             if len(shape) < 2 or shape[1] % 2:
                 raise CheckpointError(
                     f"{name} {list(shape)} is no stack of two halves", hint="files of two saves are mixed"
@@ -189,10 +174,7 @@ class Copies:
 
     def added(self, shapes: Shapes) -> Iterator[Parameter]:
         """The copies."""
-        for name in shapes:
-            match = pattern_of(self.present).fullmatch(name)
-            if match is None:
-                continue
+        for _, _, match in matching(self.present, shapes):
             for source, to in self.copies.items():
                 if source in shapes:
                     yield identity(filled(to, match.groupdict()), shapes[source], source)

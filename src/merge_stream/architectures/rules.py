@@ -38,6 +38,7 @@ __all__ = [
     "convert",
     "filled",
     "holes_of",
+    "matching",
     "pattern_of",
     "take_of_view",
     "two_halves_in_rows",
@@ -60,6 +61,15 @@ def pattern_of(template: str) -> re.Pattern[str]:
         parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>{inside})")
         seen.add(name)
     return re.compile("".join(parts) + re.escape(template[last:]))
+
+
+def matching(template: str, shapes: Shapes) -> Iterator[tuple[str, Ints, re.Match[str]]]:
+    """Name, shape and match of all tensors whose whole name fits the template."""
+    pattern = pattern_of(template)
+    for name, shape in shapes.items():
+        match = pattern.fullmatch(name)
+        if match is not None:
+            yield name, shape, match
 
 
 def filled(template: str, holes: Mapping[str, str | int]) -> str:
@@ -112,9 +122,8 @@ class Drop:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """Uses the tensor up and makes nothing."""
-        for name in shapes:
-            if pattern_of(self.pattern).fullmatch(name):
-                yield (name,), ()
+        for name, _, _ in matching(self.pattern, shapes):
+            yield (name,), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +185,8 @@ class Unstack:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """Only what has three dims is a stack."""
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is not None and len(shape) == 3:
+        for name, shape, match in matching(self.pattern, shapes):
+            if len(shape) == 3:
                 holes = match.groupdict()
                 yield (
                     (name,),
@@ -199,10 +207,7 @@ class Concat:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """IncompleteShardsError when some of the parts are there and others are not."""
-        for name in shapes:
-            first = pattern_of(self.patterns[0]).fullmatch(name)
-            if first is None:
-                continue
+        for name, _, first in matching(self.patterns[0], shapes):
             names = tuple(filled(pattern, first.groupdict()) for pattern in self.patterns)
             lost = [n for n in names if n not in shapes]
             if lost:
@@ -221,9 +226,8 @@ class Transpose:
 
     def apply(self, shapes: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[Parameter, ...]]]:
         """Only what has as many dims as `permute`."""
-        for name, shape in shapes.items():
-            match = pattern_of(self.pattern).fullmatch(name)
-            if match is not None and len(shape) == len(self.permute):
+        for name, shape, match in matching(self.pattern, shapes):
+            if len(shape) == len(self.permute):
                 yield (name,), (_permuted(filled(self.to, match.groupdict()), name, shape, self.permute),)
 
 

@@ -55,6 +55,15 @@ class MemoryPlan:
     allowed: int
     bound: str
 
+    def figures(self) -> dict[str, int]:
+        """What a report tells: bytes allowed, projected, reserved, and the peak of the process so far."""
+        return {
+            "allowed": self.allowed,
+            "projected": self.projected,
+            "reserved": self.reserved,
+            "peak": peak_rss(),
+        }
+
 
 def metadata_ahead(*, planned: int = 0, finished: int = 0, compared: int = 0) -> int:
     """Bytes that metadata of so many tensors will still take: to be planned, read back, opened to be compared."""
