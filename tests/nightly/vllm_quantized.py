@@ -19,8 +19,8 @@ import tempfile
 from tests.nightly.vllm_cpu import PROMPT, SETTINGS, generate, last_line, stage
 
 SCHEMES = ("fp8-dynamic", "int8", "int4")
-IN_BF16 = frozenset({"int4"})
-"""Their kernel computes in nothing else."""
+IN_BF16 = frozenset({"int4", "fp8-block"})
+"""Their kernels do not compute in float32."""
 NEAR = 0.25
 """Of the difference that the exchange makes."""
 MODULE = "tests.nightly.vllm_quantized"
